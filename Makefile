@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test test-all unit daemon matrix soak lint check-native asan tsan coverage mutants \
-  gpu-test gpu-sanitize format wheel clean distclean
+  gpu-test gpu-sanitize format wheel wheels clean distclean
 
 ##@ Try it
 demo: ## ask a small real model about a long text, cold and from the CPU tier
@@ -101,9 +101,11 @@ format: ## let ruff and clang-format rewrite the sources
 	$(LINT)/bin/ruff format .
 	$(if $(CXX_FILES),$(LINT)/bin/clang-format -i $(CXX_FILES))
 
-wheel: ## build source archive and wheel into dist/
-	@$(SETUP) --env $(LINT) --profile lint
-	$(LINT)/bin/python -m build
+wheel: ## build source archive and wheel into dist/, with the CUDA module (TIERED_KV_CUDA=0: without)
+	@$(PYTHON) tools/build_wheel.py
+
+wheels: ## build a wheel for each Python, for older systems too, with Docker and cibuildwheel
+	@$(PYTHON) tools/build_wheel.py --all
 
 clean: ## remove what was built, keep the environments
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

@@ -30,9 +30,10 @@ DOCS = Path(__file__).parents[1] / "docs"
 def metrics_table(metrics: tuple[Metric, ...]) -> str:
     lines = ["| metric | labels | meaning |", "| --- | --- | --- |"]
     for metric in metrics:
-        suffix = "_total" if metric.kind is Kind.COUNTER else ""
+        shown = [metric.exposed_name] if metric.kind is Kind.HISTOGRAM else metric.exposed_names
         labels = ", ".join(f"`{label}`" for label in metric.labels)
-        lines.append(f"| `{metric.exposed_name}{suffix}` | {labels} | {metric.help} |")
+        kind = "Histogram of seconds. " if metric.kind is Kind.HISTOGRAM else ""
+        lines.append(f"| `{shown[0]}` | {labels} | {kind}{metric.help} |")
     return "\n".join(lines) + "\n"
 
 

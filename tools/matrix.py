@@ -97,7 +97,7 @@ class Outcome:
 def is_served(release: str) -> bool:
     # Imported here because --help works without the sources of the package.
     sys.path.insert(0, str(ROOT))
-    from vllm_tiered_kv.connector.support import OLDEST_VLLM, parse_version
+    from vllm_tiered_kv.core.vllm_releases import OLDEST_VLLM, parse_version
 
     number = parse_version(release)
     if number is None:

@@ -188,4 +188,12 @@ def test_statistics_become_prometheus_metrics(tiny_model: Path) -> None:
         prometheus.observe(data, 1)
     hits = names.HIT_TOKENS.exposed_name.removesuffix("_total")
     labels = {"model_name": "m", "engine": "1", "tier": "cpu"}
+    for metric in (names.LOAD_SECONDS, names.STORE_SECONDS):
+        count = registry.get_sample_value(f"{metric.exposed_name}_count", labels)
+        assert count is not None
+        assert count > 0, metric.name
+        assert (
+            registry.get_sample_value(f"{metric.exposed_name}_count", {**labels, "engine": "0"})
+            == 0
+        )
     assert registry.get_sample_value(f"{hits}_total", labels) == 40

@@ -11,7 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.conformance.contract_engine import LOADING, ContractEngine
 from tests.engine.toy_asking import seeded_prompt
-from vllm_tiered_kv.connector.support import parse_version
+from vllm_tiered_kv.core.vllm_releases import parse_version
 from vllm_tiered_kv.metrics import names
 
 IDS = seeded_prompt(1, 41)

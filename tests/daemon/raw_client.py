@@ -96,9 +96,10 @@ class RawClient:
         layout: str = "test",
         key_bytes: int = KEY_BYTES,
         arena: bytes = b"",
+        client: str = "test",
     ) -> wire.HelloReply:
         return self.ask(  # type: ignore[no-any-return]
-            wire.Hello(1, "test", namespace, key_bytes, list(block_bytes), layout, arena)
+            wire.Hello(1, client, namespace, key_bytes, list(block_bytes), layout, arena)
         )
 
     def put(

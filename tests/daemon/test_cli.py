@@ -144,7 +144,7 @@ def test_options_wrong_value_is_named_in_error(file: dict[str, object], sentence
         (["--listen", "ipc://@abstract"], "write the whole path"),
         (["--listen", "ipc:///no/such/folder/x"], "is not a folder"),
         (["--listen", "ipc:///tmp/" + "x" * 120], "too long"),
-        (["--http", "0.0.0.0:9528"], "must be a loopback address"),
+        (["--http", "0.0.0.0:9528"], "can be reached from other hosts: set http_token"),
         (["--http", "nowhere"], "is neither like"),
         (["--config", "/no/such/file"], "cannot be read"),
         (["--secret-key", "/no/such/file", "--clients", "/x"], "cannot be read"),

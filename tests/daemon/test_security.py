@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from zmq.auth import load_certificate
 
 from tests.daemon.conftest import StartDaemon
 from tests.daemon.daemon_process import DaemonProcess
@@ -13,7 +14,11 @@ from tests.daemon.raw_client import KEY_BYTES, RawClient, Refused, attach, block
 from tests.daemon.test_cli import run
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.errors import ErrorCode
-from vllm_tiered_kv.server.net.curve import load_server_keys, read_public_key, write_key_pair
+from vllm_tiered_kv.server.net.curve import load_server_keys, write_key_pair
+
+
+def public_key(path: Path) -> bytes:
+    return load_certificate(path)[0]
 
 
 class Keys:
@@ -41,7 +46,7 @@ class Keys:
         return RawClient(
             endpoint,
             identity,
-            curve_serverkey=read_public_key(str(next(self.folder.glob(f"**/{server}.key")))),
+            curve_serverkey=public_key(next(self.folder.glob(f"**/{server}.key"))),
             curve_publickey=own.public,
             curve_secretkey=own.secret,
         )
@@ -156,7 +161,7 @@ def test_keys_allow_other_hosts(start: StartDaemon, keys: Keys) -> None:
 def test_clients_file_admits_listed_keys(start: StartDaemon, keys: Keys, folder: Path) -> None:
     lines = ["# who may connect", ""]
     for who, mark in (("writer", ""), ("reader", " read-only")):
-        lines.append(read_public_key(str(keys.folder / "clients" / f"{who}.key")).decode() + mark)
+        lines.append(public_key(keys.folder / "clients" / f"{who}.key").decode() + mark)
     allowed = folder / "allowed"
     allowed.write_text("\n".join(lines))
     daemon = start(*keys.arguments[:-1], str(allowed))
@@ -175,7 +180,7 @@ def test_wrong_key_file_is_named_in_error(keys: Keys, folder: Path) -> None:
     short = folder / "short"
     short.write_text("abc\n")
     marked = folder / "marked"
-    marked.write_text(read_public_key(str(keys.folder / "server.key")).decode() + " admin\n")
+    marked.write_text(public_key(keys.folder / "server.key").decode() + " admin\n")
     open_to_all = folder / "server.key_secret"
     open_to_all.write_text((keys.folder / "server.key_secret").read_text())
     open_to_all.chmod(0o644)

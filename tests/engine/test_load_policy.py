@@ -182,6 +182,23 @@ def test_the_first_hits_after_a_restart_are_loaded_from_the_ssd(
         second.close()
 
 
+def test_the_prefill_time_that_hits_save_is_estimated(tiny_model: Path) -> None:
+    asked = prompts(31, 4, 80, 90)
+    with FaultyDaemon() as daemon:
+        toy = engine_at(tiny_model, daemon.address, cpu_blocks=400)
+        serve(toy, asked, count=1)
+        toy.drop_gpu_cache()
+        for _ in range(3):
+            toy.half.load_policy.costs.step_ended(256, 256 * 128, 0.5)
+        assert total(toy, names.SAVED_SECONDS) == 0
+        serve(toy, asked, count=1)
+        tokens, saved_s = total(toy, names.HIT_TOKENS, CPU), total(toy, names.SAVED_SECONDS, CPU)
+        assert tokens == 4 * whole_blocks(asked)
+        assert 0 < saved_s < tokens * 0.5 / 256 * 2
+        assert total(toy, names.SAVED_SECONDS, REMOTE) == 0
+        toy.close()
+
+
 def test_the_head_comes_from_the_cpu_tier_and_a_slow_rest_is_computed(tiny_model: Path) -> None:
     asked = prompts(23, 20, 80, 90)
     with FaultyDaemon() as slow:

@@ -35,6 +35,7 @@ from tests.remote.faulty_daemon import Fault, FaultyDaemon, Frames, block_reply,
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.errors import ErrorCode
 from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics.recorder import Samples
 from vllm_tiered_kv.remote.shared_memory import SharedMemory
 from vllm_tiered_kv.wire.messages import ErrorReply, Get, Match, Request
 
@@ -229,6 +230,7 @@ def test_a_daemon_that_is_not_there_is_told_from_one_that_has_nothing(
         return {labels[-1]: value for labels, value in toy.half.recorder.samples(metric).items()}
 
     toy.half.stats()
+    assert told(names.DAEMON_ERRORS) == {daemon.ipc: 0}  # nobody was called
     assert told(names.LOOKUPS) == {"unavailable": len(asked)}
     assert set(told(names.DROPPED_BLOCKS)) == {"unavailable"}
     assert told(names.DAEMON_UP) == {daemon.ipc: 0}
@@ -250,6 +252,29 @@ def test_a_daemon_that_is_not_there_is_told_from_one_that_has_nothing(
         assert after == {**before, "unavailable": before["unavailable"] + 3}
         assert told(names.DAEMON_UP) == {daemon.ipc: 0}
         assert f"cannot reach the daemon at {daemon.ipc}" in caplog.text
+        toy.close()
+
+
+def test_failed_calls_and_the_time_of_lookups_are_counted(tiny_model: Path) -> None:
+    with FaultyDaemon() as late:
+        late.delay = lambda request: 0.5 if isinstance(request, Match) else 0.0
+        toy = engine_at(tiny_model, late.address, extra={"remote_lookup_timeout": 0.05})
+        drained: list[float] = []
+        drain = toy.half.recorder.drain
+
+        def watched() -> Samples:
+            samples = drain()
+            seconds = samples.get(names.LOOKUP_SECONDS.name, {}).get(REMOTE, [])
+            assert isinstance(seconds, list)
+            drained.extend(seconds)
+            return samples
+
+        toy.half.recorder.drain = watched  # type: ignore[method-assign]
+        serve(toy, prompts(8, 3))
+        toy.half.stats()
+        assert total(toy, names.DAEMON_ERRORS, late.address) > 0
+        assert len(drained) == total(toy, names.LOOKUPS, REMOTE) > 0
+        assert max(drained) >= 0.05
         toy.close()
 
 

@@ -16,7 +16,7 @@ from tests.models import write_model
 
 vllm = pytest.importorskip("vllm")
 
-from vllm_tiered_kv.connector.support import OLDEST_VLLM, parse_version  # noqa: E402
+from vllm_tiered_kv.core.vllm_releases import OLDEST_VLLM, parse_version  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 SENTENCE = (

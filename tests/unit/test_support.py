@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_tiered_kv.connector.support import parse_version, require_supported_vllm
+from vllm_tiered_kv.connector.support import require_supported_vllm
+from vllm_tiered_kv.core.vllm_releases import parse_version
 from vllm_tiered_kv.errors import UnsupportedError
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import math
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_tiered_kv import __version__
+from vllm_tiered_kv.api import arguments
+from vllm_tiered_kv.api.arguments import HelpFormatter
+from vllm_tiered_kv.api.daemon_commands import add_daemon_commands
+from vllm_tiered_kv.api.doctor_command import add_doctor
 from vllm_tiered_kv.api.model_check import ModelCheck
 from vllm_tiered_kv.api.model_shape import (
     DTYPE_BYTES,
@@ -25,9 +29,24 @@ from vllm_tiered_kv.api.prompt_file import read_prompts
 from vllm_tiered_kv.api.replay import Exit, Replay, ReplaySettings
 from vllm_tiered_kv.api.warm import warm
 from vllm_tiered_kv.errors import ConfigError, ModelConfigError, ReplayError
-from vllm_tiered_kv.options import parse_size
+from vllm_tiered_kv.remote.inquiry import NoAnswerError
 
-_MAX_TIMEOUT_S = 7 * 86400
+_DESCRIPTION = """\
+Looks after a tiered KV cache for vLLM: the machine it runs on, the model it caches, the answers it
+gives, the daemons it uses.
+"""
+
+_EXAMPLES = """\
+examples:
+  tiered-kv doctor --model ~/models/Qwen3-8B --memory 20GiB
+      before the first start: is all there that an engine with this cache needs?
+  tiered-kv model ~/models/Qwen3-8B
+  tiered-kv ls tcp://127.0.0.1:9527
+  tiered-kv top tcp://127.0.0.1:9527
+      what does a daemon hold, by model, and what is it doing?
+  tiered-kv replay prompts.jsonl --url http://127.0.0.1:8000
+      are the answers of a running server the same with and without the cache?
+"""
 
 _REPLAY = """\
 Sends every prompt of a file to a running OpenAI-compatible vLLM server, without the cache and with
@@ -114,28 +133,37 @@ examples:
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(given_words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="tiered-kv",
-        description="Checks a model before it is served, or a running server, with a tiered KV "
-        "cache.",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"tiered-kv {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    add_doctor(commands)
     _add_model(commands)
+    add_daemon_commands(commands)
     _add_replay(commands)
     _add_warm(commands)
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands.choices:
-        close = difflib.get_close_matches(arguments[0], commands.choices, n=1)
+    words = sys.argv[1:] if given_words is None else list(given_words)
+    if words and not words[0].startswith("-") and words[0] not in commands.choices:
+        close = difflib.get_close_matches(words[0], commands.choices, n=1)
         hint = f"did you mean {close[0]}?" if close else "--help lists the commands"
-        parser.error(f"{arguments[0]}: unknown command; {hint}")
-    given = parser.parse_args(arguments)
+        parser.error(f"{words[0]}: unknown command; {hint}")
+    given = parser.parse_args(words)
     try:
         return int(given.run(given))
-    except (ReplayError, ModelConfigError) as error:
+    except (ConfigError, ReplayError, ModelConfigError) as error:
         print(f"tiered-kv: {error}", file=sys.stderr)
         return Exit.FAILED
+    except NoAnswerError as error:
+        print(f"tiered-kv: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
@@ -146,7 +174,7 @@ def _add_model(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="say whether a model is cached, and how many KiB a token takes",
         description=_MODEL,
         epilog=_MODEL_DETAILS,
-        formatter_class=_Formatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.set_defaults(run=_check_model)
@@ -166,21 +194,21 @@ def _add_model(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--block-size",
         metavar="N",
-        type=_positive,
+        type=arguments.positive,
         default=16,
         help="tokens of a block (%(default)s)",
     )
     parser.add_argument(
         "--tensor-parallel",
         metavar="N",
-        type=_positive,
+        type=arguments.positive,
         default=1,
         help="tensor-parallel ranks (%(default)s)",
     )
     parser.add_argument(
         "--memory",
         metavar="SIZE",
-        type=_size,
+        type=arguments.size,
         default="100GiB",
         help="how much of a tier to fill (%(default)s)",
     )
@@ -202,7 +230,7 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="compare answers with and without the cache",
         description=_REPLAY,
         epilog=_DETAILS,
-        formatter_class=_Formatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     default = ReplaySettings()
@@ -214,14 +242,14 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--max-tokens",
         metavar="N",
-        type=_positive,
+        type=arguments.positive,
         default=default.max_tokens,
         help="tokens to generate, unless a line sets max_tokens (%(default)s)",
     )
     parser.add_argument(
         "--concurrency",
         metavar="N",
-        type=_positive,
+        type=arguments.positive,
         default=default.concurrency,
         help="concurrent requests; 1 is the most reproducible (%(default)s)",
     )
@@ -231,21 +259,21 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--tie",
         metavar="GAP",
-        type=_not_negative,
+        type=arguments.not_negative,
         default=default.tie,
         help="logprob gap up to which two tokens are a tie (%(default)s)",
     )
     parser.add_argument(
         "--drift",
         metavar="GAP",
-        type=_not_negative,
+        type=arguments.not_negative,
         default=default.drift,
         help="change of a logprob that counts as a difference (%(default)s)",
     )
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
-        type=_seconds,
+        type=arguments.seconds,
         default=600.0,
         help="per request (%(default)s)",
     )
@@ -293,7 +321,7 @@ def _add_warm(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="bring prompts into the cache of a running server",
         description=_WARM,
         epilog=_WARM_DETAILS,
-        formatter_class=_Formatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.set_defaults(run=_warm)
@@ -303,14 +331,14 @@ def _add_warm(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument(
         "--pin",
         metavar="SECONDS",
-        type=_not_negative,
+        type=arguments.not_negative,
         default=0.0,
         help="how long the tiers keep the prompts, up to 3600 (no pin)",
     )
     parser.add_argument(
         "--concurrency",
         metavar="N",
-        type=_positive,
+        type=arguments.positive,
         default=1,
         help="concurrent requests (%(default)s)",
     )
@@ -318,7 +346,7 @@ def _add_warm(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
-        type=_seconds,
+        type=arguments.seconds,
         default=600.0,
         help="per request (%(default)s)",
     )
@@ -343,36 +371,6 @@ def _warm(given: argparse.Namespace) -> int:
 
 def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size("--memory", text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error).partition(": ")[2]) from None
-
-
-def _not_negative(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
-    return number
-
-
-def _seconds(text: str) -> float:
-    number = _not_negative(text)
-    if not 0 < number <= _MAX_TIMEOUT_S:
-        raise argparse.ArgumentTypeError(f"expected up to {_MAX_TIMEOUT_S} seconds, got {text!r}")
-    return number
 
 
 def _read_key(path: Path | None) -> str | None:
@@ -402,11 +400,6 @@ def _write(path: Path, text: str, mode: str = "w") -> None:
             file.write(text)
     except OSError as error:
         raise ReplayError(f"the report cannot be written: {error}") from None
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=28, width=100)
 
 
 if __name__ == "__main__":

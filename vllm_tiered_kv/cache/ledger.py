@@ -7,6 +7,7 @@ which sends blocks to a daemon.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -42,6 +43,7 @@ class _OpenStore:
     block_bytes: int
     on_drop: Callable[[DropReason], None] | None
     anchors: list[tuple[BlockKey | None, int]]
+    opened_at: float
     reports: list[StoreReport] = field(default_factory=list)
     reused: int = 0  # blocks discarded because their GPU blocks were allocated again
 
@@ -53,6 +55,7 @@ class _OpenLoad:
     nbytes: int
     remote_blocks: int
     remote_bytes: int
+    opened_at: float
     on_end: Callable[[], None] | None = None
 
 
@@ -67,6 +70,7 @@ class _OpenStepLoad:
 class _OpenPut:
     slots: list[int]
     block_bytes: int
+    opened_at: float
     reports: list[StoreReport] = field(default_factory=list)
 
 
@@ -124,7 +128,7 @@ class TransferLedger:
         """
         job_id = self.new_job()
         self._stores[job_id] = _OpenStore(
-            list(slots), block_ids, block_bytes, on_drop, list(anchors)
+            list(slots), block_ids, block_bytes, on_drop, list(anchors), time.monotonic()
         )
         self.fence.begin_read(job_id, block_ids)
         return job_id
@@ -164,7 +168,7 @@ class TransferLedger:
         """Pins readable blocks that are sent to a daemon and returns the job id."""
         job_id = self.new_job()
         self._index.pin(keys)
-        self._puts[job_id] = _OpenPut(list(slots), block_bytes)
+        self._puts[job_id] = _OpenPut(list(slots), block_bytes, time.monotonic())
         self.pending_put_bytes += len(slots) * block_bytes
         return job_id
 
@@ -182,6 +186,7 @@ class TransferLedger:
         if self._was_overdue(job_id):
             return
         tier = Tier.REMOTE.value
+        self._recorder.observe(names.STORE_SECONDS, time.monotonic() - put.opened_at, tier)
         self._recorder.add(names.STORED_BLOCKS, least.stored, tier)
         self._recorder.add(names.STORED_BYTES, least.stored * put.block_bytes, tier)
         self.drop(len(put.slots) - least.stored, least.reason or DropReason.REFUSED, Tier.REMOTE)
@@ -203,7 +208,7 @@ class TransferLedger:
             raise InvariantError(f"request {request_id} is already loading")
         slots = self._index.pin(keys)
         self._loads[request_id] = _OpenLoad(
-            list(keys), slots, nbytes, remote_blocks, remote_bytes, on_end
+            list(keys), slots, nbytes, remote_blocks, remote_bytes, time.monotonic(), on_end
         )
         return slots
 
@@ -288,6 +293,9 @@ class TransferLedger:
             self._recorder.add(names.LOADED_BYTES, load.nbytes, Tier.CPU.value)
             self._recorder.add(names.LOADED_BLOCKS, load.remote_blocks, Tier.REMOTE.value)
             self._recorder.add(names.LOADED_BYTES, load.remote_bytes, Tier.REMOTE.value)
+            slowest = Tier.REMOTE if load.remote_blocks else Tier.CPU
+            taken = time.monotonic() - load.opened_at
+            self._recorder.observe(names.LOAD_SECONDS, taken, slowest.value)
         self._index.unpin(load.slots)
         if load.on_end is not None:
             load.on_end()
@@ -315,6 +323,7 @@ class TransferLedger:
         if is_counted:
             return []
         tier = Tier.CPU.value
+        self._recorder.observe(names.STORE_SECONDS, time.monotonic() - store.opened_at, tier)
         self._recorder.add(names.STORED_BLOCKS, committed, tier)
         self._recorder.add(names.STORED_BYTES, committed * store.block_bytes, tier)
         lost = least.stored - committed

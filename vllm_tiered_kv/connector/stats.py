@@ -29,15 +29,19 @@ class TieredKVStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Flat names and values for vLLM's log line."""
+        """Flat names and values for vLLM's log line; of durations their mean."""
         return {
-            name if labels in ("", "cpu") else f"{name}[{labels}]": value
+            name if labels in ("", "cpu") else f"{name}[{labels}]": _mean(value)
             for name, by_label in self.data.items()
             for labels, value in by_label.items()
         }
 
     def is_empty(self) -> bool:
         return not self.data
+
+
+def _mean(value: float | list[float]) -> float:
+    return round(sum(value) / len(value), 6) if isinstance(value, list) else value
 
 
 class TieredKVPromMetrics(KVConnectorPromMetrics):
@@ -59,9 +63,13 @@ class TieredKVPromMetrics(KVConnectorPromMetrics):
                 self._metrics[metric.name] = self._counter_cls(
                     name=metric.exposed_name, documentation=metric.help, labelnames=labels
                 )
-                for engine_labels in per_engine_labelvalues.values():
-                    for values in metric.series:
-                        self._metrics[metric.name].labels(*engine_labels, *values)
+            elif metric.kind is names.Kind.HISTOGRAM:
+                self._metrics[metric.name] = self._histogram_cls(
+                    name=metric.exposed_name,
+                    documentation=metric.help,
+                    labelnames=labels,
+                    buckets=metric.buckets,
+                )
             else:
                 self._metrics[metric.name] = self._gauge_cls(
                     name=metric.exposed_name,
@@ -69,13 +77,19 @@ class TieredKVPromMetrics(KVConnectorPromMetrics):
                     labelnames=labels,
                     multiprocess_mode="mostrecent",
                 )
+            for engine_labels in per_engine_labelvalues.values():
+                for values in metric.series:
+                    self._metrics[metric.name].labels(*engine_labels, *values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         engine_labels = self.per_engine_labelvalues[engine_idx]
         for name, by_label in transfer_stats_data.items():
             for joined, value in by_label.items():
                 child = self._metrics[name].labels(*engine_labels, *recorder.label_values(joined))
-                if names.BY_NAME[name].kind is names.Kind.COUNTER:
+                if isinstance(value, list):
+                    for seconds in value:
+                        child.observe(seconds)
+                elif names.BY_NAME[name].kind is names.Kind.COUNTER:
                     child.inc(value)
                 else:
                     child.set(value)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from typing import TYPE_CHECKING
 
+from vllm_tiered_kv.core.vllm_releases import NEWEST_TESTED_VLLM, OLDEST_VLLM, parse_version
 from vllm_tiered_kv.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -14,12 +14,6 @@ if TYPE_CHECKING:
 
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
-
-OLDEST_VLLM = (0, 31)
-"""The first release that calls all hooks as the connector needs them. 0.30 has the hooks, but does
-not call `wait_for_save` in steps without a forward: an idle engine would not finish its stores."""
-
-NEWEST_TESTED_VLLM = (0, 32)
 
 _UNSUPPORTED = {
     "ChunkedLocalAttentionSpec": (
@@ -48,11 +42,6 @@ _SPECULATIVE_METHODS = frozenset(
     }
 )
 """vLLM's speculative methods whose engines are cached."""
-
-
-def parse_version(text: str) -> tuple[int, int] | None:
-    match = re.match(r"(\d+)\.(\d+)", text)
-    return (int(match.group(1)), int(match.group(2))) if match else None
 
 
 def require_supported_vllm(version: str, base: type) -> str | None:

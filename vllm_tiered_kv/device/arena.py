@@ -93,13 +93,15 @@ def memory_limit(
     of its ancestors.
     """
     limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for file in _limit_files(root, membership):
+    for file in limit_files(root, membership):
         with contextlib.suppress(OSError, ValueError):  # the file is absent, or contains "max"
             limit = min(limit, int(file.read_text()))
     return limit
 
 
-def _limit_files(root: Path, membership: Path) -> Iterator[Path]:
+def limit_files(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> Iterator[Path]:
     """Yields the limit files of cgroup v2 and v1, from the process's cgroup up to the root."""
     lines: list[str] = []
     with contextlib.suppress(OSError):

@@ -18,6 +18,16 @@ PREFIX = "vllm:tiered_kv_"
 class Kind(enum.Enum):
     COUNTER = "counter"
     GAUGE = "gauge"
+    HISTOGRAM = "histogram"  # of seconds
+
+
+LabelValues = tuple[str, ...]
+
+SECONDS = (
+    *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
+    *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0),
+)
+"""Bounds of the buckets of all histograms: from a lookup in memory to a timeout."""
 
 
 class DropReason(str, enum.Enum):
@@ -73,13 +83,22 @@ class Metric:
     labels: tuple[str, ...]
     help: str
     prefix: str = PREFIX
-    series: tuple[tuple[str, ...], ...] = ()
-    """Of a counter: all label values it can have. They are shown as 0 from the start: `rate()`
-    takes what first appears with a value for no increase."""
+    series: tuple[LabelValues, ...] = ()
+    """Of a counter or histogram: the label values it can have, as far as they are known ahead. They
+    are shown as 0 from the start: `rate()` takes what first appears with a value for no
+    increase."""
+    buckets: tuple[float, ...] = ()  # upper bounds, of a histogram
 
     @property
     def exposed_name(self) -> str:
         return self.prefix + self.name
+
+    @property
+    def exposed_names(self) -> tuple[str, ...]:
+        """The names of its samples on a page for Prometheus."""
+        if self.kind is Kind.HISTOGRAM:
+            return tuple(self.exposed_name + end for end in ("_bucket", "_sum", "_count"))
+        return (self.exposed_name + ("_total" if self.kind is Kind.COUNTER else ""),)
 
 
 _CPU, _REMOTE = Tier.CPU.value, Tier.REMOTE.value
@@ -97,9 +116,20 @@ def _gauge(name: str, help: str, *labels: str) -> Metric:
     return Metric(name, Kind.GAUGE, labels, help)
 
 
+def _histogram(name: str, help: str, *tiers: str) -> Metric:
+    series = tuple((tier,) for tier in tiers)
+    return Metric(name, Kind.HISTOGRAM, ("tier",), help, series=series, buckets=SECONDS)
+
+
 HIT_TOKENS = _counter(
     "hit_tokens",
     "Prompt tokens served by a tier instead of being computed; counted when the load begins.",
+    *(_CPU, _REMOTE),
+)
+SAVED_SECONDS = _counter(
+    "saved_prefill_seconds",
+    "Estimated time to compute the tokens in `hit_tokens`, by the prefill speed that was measured; "
+    "0 until then, and with another `load_policy` than `auto`.",
     *(_CPU, _REMOTE),
 )
 MISS_TOKENS = _counter("miss_tokens", "Prompt tokens in whole blocks that no tier held.", _CPU)
@@ -146,6 +176,29 @@ LOOKUPS = _counter_by(
     "Lookups of requests at daemons, by outcome.",
     "outcome",
     ((_REMOTE, outcome.value) for outcome in LookupOutcome),
+)
+LOOKUP_SECONDS = _histogram(
+    "lookup_seconds",
+    "From a request's question to daemons to the answer that the scheduler sees, or to giving up.",
+    _REMOTE,
+)
+LOAD_SECONDS = _histogram(
+    "load_seconds",
+    "From the plan of a load to its last report: `remote` if a part of it is from daemons. A load "
+    "within a step is reported with the output of the step.",
+    *(_CPU, _REMOTE),
+)
+STORE_SECONDS = _histogram(
+    "store_seconds",
+    "From the plan of a store to its last report: `cpu` until blocks are readable, `remote` until "
+    "daemons have them. The step that fills the blocks is part of it.",
+    *(_CPU, _REMOTE),
+)
+DAEMON_ERRORS = Metric(
+    "daemon_errors",
+    Kind.COUNTER,
+    ("daemon",),
+    "Calls of the scheduler to a daemon that failed: timeouts, broken connections, refusals.",
 )
 LOAD_DECISIONS = _counter_by(
     "load_decisions",
@@ -246,6 +299,7 @@ ENDED_BLOCKS = _counter(
 )
 ALL: tuple[Metric, ...] = (
     HIT_TOKENS,
+    SAVED_SECONDS,
     MISS_TOKENS,
     RECOMPUTED_TOKENS,
     HIT_BLOCKS,
@@ -260,6 +314,9 @@ ALL: tuple[Metric, ...] = (
     EVICTED_BLOCKS,
     EVICTED_BYTES,
     LOOKUPS,
+    LOOKUP_SECONDS,
+    LOAD_SECONDS,
+    STORE_SECONDS,
     LOAD_DECISIONS,
     LOAD_SPEED,
     PREFILL_SPEED,
@@ -270,6 +327,7 @@ ALL: tuple[Metric, ...] = (
     DIFFERING_BLOCKS,
     UNVERIFIED_BLOCKS,
     DAEMON_UP,
+    DAEMON_ERRORS,
     USED_BYTES,
     CAPACITY_BYTES,
     PENDING_STORES,

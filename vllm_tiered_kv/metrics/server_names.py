@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.errors import ErrorCode
-from vllm_tiered_kv.metrics.names import Kind, Metric
+from vllm_tiered_kv.metrics.names import SECONDS, Kind, Metric
 
 PREFIX = "tiered_kv_server_"
 
@@ -32,6 +32,10 @@ def _counter_by(name: str, help: str, label: str, values: Iterable[str]) -> Metr
 
 def _gauge(name: str, help: str, *labels: str) -> Metric:
     return Metric(name, Kind.GAUGE, labels, help, PREFIX)
+
+
+def _histogram(name: str, help: str, *labels: str) -> Metric:
+    return Metric(name, Kind.HISTOGRAM, labels, help, PREFIX, buckets=SECONDS)
 
 
 HITS = _counter_by(
@@ -138,6 +142,27 @@ NETWORK_BYTES = _gauge(
     "received, requests in flight and replies not read.",
 )
 
+# On the page for monitors alone, not in `stats`.
+BUILD_INFO = _gauge("build_info", "1, with the version of the daemon.", "version")
+START_TIME = _gauge("start_time_seconds", "When the daemon started, in seconds since 1970.")
+HEALTHY = _gauge("up", "1 while the daemon is healthy, 0 while `/healthz` says that it is not.")
+NAMESPACE_BYTES = _gauge(
+    "namespace_bytes",
+    "Bytes of the 100 largest namespaces in a tier. `model` is the name that the last client "
+    "announced that writes to it: an engine announces its model.",
+    *("namespace", "model", "tier"),
+)
+REQUEST_SECONDS = _histogram(
+    "request_seconds", "From the receipt of a request to its reply, by op.", "op"
+)
+SSD_READ_SECONDS = _histogram(
+    "ssd_read_seconds", "Reading the blocks of a batch from the SSD, in parallel."
+)
+SSD_WRITE_SECONDS = _histogram(
+    "ssd_write_seconds", "Writing the blocks of a batch to the SSD, in parallel, without a sync."
+)
+HISTOGRAMS: tuple[Metric, ...] = (REQUEST_SECONDS, SSD_READ_SECONDS, SSD_WRITE_SECONDS)
+
 ALL: tuple[Metric, ...] = (
     HITS,
     MISSES,
@@ -174,4 +199,9 @@ ALL: tuple[Metric, ...] = (
     REPLY_BYTES,
     PUT_BYTES,
     NETWORK_BYTES,
+    BUILD_INFO,
+    START_TIME,
+    HEALTHY,
+    NAMESPACE_BYTES,
+    *HISTOGRAMS,
 )

@@ -52,6 +52,13 @@ def device_count() -> int:
     return count
 
 
+def runtime_version() -> int:
+    """Returns the version of the CUDA runtime in the module, 13000 for 13.0; needs no GPU. Raises
+    `NoDeviceError` if the module was not built or does not load."""
+    version: int = _load().RUNTIME_VERSION
+    return version
+
+
 def host_register(address: int, nbytes: int, device: int | None = None) -> None:
     """Pins memory for DMA by all devices and maps it at its host address.
 

@@ -17,6 +17,7 @@ import zmq
 from vllm_tiered_kv import __version__
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import server_names as names
+from vllm_tiered_kv.metrics.histogram import Histogram
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.native.memory import keep_large_buffers
 from vllm_tiered_kv.server.net.connections import Connections
@@ -34,7 +35,7 @@ from vllm_tiered_kv.server.net.endpoints import (
     check_endpoint,
 )
 from vllm_tiered_kv.server.net.gateway import ARENA_CAPABILITIES, CAPABILITIES, Gateway
-from vllm_tiered_kv.server.net.http import HttpServer, parse_address
+from vllm_tiered_kv.server.net.http import HttpServer, parse_address, read_token
 from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory
 from vllm_tiered_kv.server.net.outbox import Outbox
@@ -86,6 +87,7 @@ class Daemon:
         self._reactor = Reactor()
         self._limits = ClientLimits.of_memory(options.memory).within(options.network_memory)
         self._instance = secrets.token_bytes(16)
+        self._started_at = time.time()
         keep_large_buffers()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(options.io_threads)
         self._network = NetworkMemory(self._limits.network, self._limits.requests_per_client)
@@ -103,6 +105,7 @@ class Daemon:
         self._arena_sockets: list[socket.socket] = []
         self._authenticator: ZapAuthenticator | None = None
         self._http: HttpServer | None = None
+        self._http_token: str | None = None
         self._opened: TieredStore | None = None
         self._stopping = False
         self.all_written = True
@@ -128,7 +131,11 @@ class Daemon:
         self._claims = Claims()
         folder = Path(options.ssd) if options.ssd else None
         self._namespaces = Namespaces(folder, self._limits.namespaces)
-        self._stats = ServerStats(self._recorder, self._gauges)
+        durations = Histogram(names.REQUEST_SECONDS)
+        histograms = [durations]
+        if self._store.ssd is not None:
+            histograms += [self._store.ssd.read_times, self._store.ssd.write_times]
+        self._stats = ServerStats(self._recorder, self._gauges, self._details, histograms)
         self._handlers = Handlers(
             reactor,
             self._store,
@@ -166,6 +173,7 @@ class Daemon:
             self._recorder,
             self._instance,
             capabilities,
+            durations,
         )
         for listener in self._listeners:
             self._gateway.serve(listener)
@@ -174,7 +182,13 @@ class Daemon:
         reactor.every(1.0, self._leases.log_silent)
         reactor.every(30.0, self._sessions.drop_idle)
         if options.http != "off":
-            self._http = HttpServer(options.http, self._stats.prometheus, self._health_problem)
+            self._http = HttpServer(
+                options.http,
+                self._stats.prometheus,
+                self._health_problem,
+                self._http_token,
+                options.http_open,
+            )
 
     def _open_sockets(self) -> Clients | None:
         """Comes before the tiers: mistakes show at once, and no other thread creates files while
@@ -182,7 +196,8 @@ class Daemon:
         options = self.options
         keys = clients = None
         if options.http != "off":
-            parse_address(options.http)
+            self._http_token = read_token(options.http_token) if options.http_token else None
+            parse_address(options.http, self._http_token is not None or options.http_open)
         for endpoint in options.listen:
             check_endpoint(endpoint, bool(options.secret_key))
         if options.secret_key:
@@ -345,6 +360,18 @@ class Daemon:
         yield names.REPLY_BYTES, (), self._outbox.claimed_bytes
         yield names.PUT_BYTES, (), self._handlers.put_bytes
         yield names.NETWORK_BYTES, (), self._network.total
+
+    def _details(self) -> Iterator[Sample]:
+        yield names.BUILD_INFO, (__version__,), 1
+        yield names.START_TIME, (), round(self._started_at)
+        yield names.HEALTHY, (), self._health_problem() is None
+        rows = self._namespaces.rows(self._store.usages_by_namespace())
+        for namespace, row in rows.items():
+            for tier in (Tier.MEMORY.value, Tier.SSD.value):
+                nbytes = row.get(f"{tier}_bytes", 0)
+                if isinstance(nbytes, int) and f"{tier}_bytes" in row:
+                    labels = (namespace, str(row["client"]), tier)
+                    yield names.NAMESPACE_BYTES, labels, nbytes
 
     def _health_problem(self) -> str | None:
         if self._stopping:

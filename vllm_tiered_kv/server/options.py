@@ -112,7 +112,18 @@ class ServerOptions:
     )
     http: str = switchable_text(
         "127.0.0.1:9528",
-        "Address of `/metrics` and `/healthz`; must be a loopback address. `off` disables both.",
+        "Address of `/metrics` and `/healthz`; `off` disables both. An address other than "
+        "loopback, such as `0.0.0.0:9528`, needs `http_token` or `http_open`.",
+    )
+    http_token: str = path(
+        "",
+        "File with a token of 16 to 256 characters. `/metrics` is then only for requests with the "
+        "header `Authorization: Bearer TOKEN`, also on loopback; `/healthz` is for all.",
+    )
+    http_open: bool = boolean(
+        False,
+        "Serve `/metrics` to everyone who reaches the `http` address. It names models and clients, "
+        "and holds no content.",
     )
     secret_key: str = path(
         "",
@@ -191,6 +202,8 @@ class ServerOptions:
         for endpoint in self.listen:
             if self.listen.count(endpoint) > 1:
                 raise ConfigError("listen", f"{endpoint} is named more than once")
+        if self.http_token and self.http_open:
+            raise ConfigError("http_open", "a page with http_token is not open; set one of them")
         if bool(self.secret_key) != bool(self.clients):
             raise ConfigError(
                 "secret_key" if self.clients else "clients",

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import json
-import secrets
-import time
 from typing import Any
 
-from vllm_tiered_kv.errors import ConfigError, RemoteError, TieredKVError
+from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.remote.address import ServerAddress
-from vllm_tiered_kv.remote.connection import Connection, Settings
 from vllm_tiered_kv.remote.curve import CurveKeys
-from vllm_tiered_kv.server.net.curve import load_server_keys, read_public_key
-from vllm_tiered_kv.wire.limits import PROTOCOL_VERSION
-from vllm_tiered_kv.wire.messages import Hello, Info, InfoReply, Stats, StatsReply
-
-
-class StatusError(TieredKVError, RuntimeError):
-    """The daemon did not answer, or refused to."""
+from vllm_tiered_kv.remote.inquiry import Inquiry
 
 
 def show_status(
@@ -31,30 +22,14 @@ def show_status(
     if bool(server_key) != bool(secret_key):
         raise ConfigError("status", "--server-key and --secret-key belong together")
     address = ServerAddress.parse(endpoint, "status")
-    curve = None
-    if server_key and secret_key:
-        own = load_server_keys(secret_key)
-        curve = CurveKeys(read_public_key(server_key), own.public, own.secret)
-    if (absent := address.why_absent()) is not None:
-        raise StatusError(f"{endpoint}: {absent}")
-    # A client that names no block lengths does not register a namespace.
-    hello = Hello(PROTOCOL_VERSION, "status", secrets.token_bytes(32), 1, [], "", b"")
-    connection = Connection(Settings(address, timeout_s, curve), hello)
-    deadline = time.monotonic() + timeout_s
-    try:
-        info = connection.call(Info(), InfoReply, deadline=deadline)
-        stats = connection.call(Stats(), StatsReply, deadline=deadline)
-    except RemoteError as error:
-        raise StatusError(
-            f"no answer from {endpoint}: {error}; is it running, and do the keys match?"
-        ) from error
-    finally:
-        connection.close()
+    curve = CurveKeys.load(secret_key, server_key) if server_key and secret_key else None
+    with Inquiry(address, timeout_s, curve) as daemon:
+        info, stats = daemon.info(), daemon.stats()
     if as_json:
-        print(json.dumps({"info": info.facts, "stats": stats.facts}, indent=1))
+        print(json.dumps({"info": info, "stats": stats}, indent=1))
         return 0
-    by_namespace = info.facts.pop("by_namespace", {})  # absent from older daemons
-    for facts in (info.facts, stats.facts):
+    by_namespace = info.pop("by_namespace", {})  # absent from older daemons
+    for facts in (info, stats):
         print("\n".join(_lines(facts)))
     print("\n".join(_table(by_namespace)))
     return 0

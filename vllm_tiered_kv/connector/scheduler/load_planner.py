@@ -425,6 +425,11 @@ class LoadPlanner:
         remote = loaded * representative.num_remote // blocks if blocks else 0
         self._recorder.add(names.HIT_TOKENS, loaded - remote, _CPU)
         self._recorder.add(names.HIT_TOKENS, remote, _REMOTE)
+        costs = self.load_policy.costs
+        saved_s = costs.compute_seconds(match.computed, loaded) if loaded else None
+        if saved_s is not None:
+            self._recorder.add(names.SAVED_SECONDS, saved_s * (loaded - remote) / loaded, _CPU)
+            self._recorder.add(names.SAVED_SECONDS, saved_s * remote / loaded, _REMOTE)
         self._recorder.add(names.MISS_TOKENS, missed, _CPU)
         for span in between(loaded, held, match.choice.spans if match.choice is not None else ()):
             self._recorder.add(names.RECOMPUTED_TOKENS, span.tokens, span.tier.value)

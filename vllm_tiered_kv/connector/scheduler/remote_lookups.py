@@ -279,7 +279,11 @@ class RemoteLookups:
     def _give_up(self, lookup: RemoteLookup, outcome: LookupOutcome) -> None:
         lookup.drop()
         lookup.given_up = True
+        self._count(lookup, outcome)
+
+    def _count(self, lookup: RemoteLookup, outcome: LookupOutcome) -> None:
         self._recorder.add(names.LOOKUPS, 1, _REMOTE, outcome.value)
+        self._recorder.observe(names.LOOKUP_SECONDS, lookup.age_s, _REMOTE)
 
     def poll(self, lookup: RemoteLookup) -> None:
         """Takes the answer if it has arrived, or gives up after the deadline. Waits briefly for
@@ -296,7 +300,7 @@ class RemoteLookups:
             outcome = LookupOutcome.MISS if answer.is_known else LookupOutcome.UNAVAILABLE
             if any(answer.spans):
                 outcome = LookupOutcome.HIT
-            self._recorder.add(names.LOOKUPS, 1, _REMOTE, outcome.value)
+            self._count(lookup, outcome)
         elif time.monotonic() > lookup.deadline:
             self._give_up(lookup, LookupOutcome.TIMEOUT)
 

@@ -307,9 +307,12 @@ class RemoteTier:
         return int(lease.offsets.max(initial=-nbytes)) + nbytes <= ready
 
     def record(self, recorder: Recorder) -> None:
-        """Writes to the metrics which daemons are up."""
+        """Writes to the metrics which daemons are up, and how many calls to them have failed."""
         for address, store in self._cluster.stores.items():
             recorder.set(names.DAEMON_UP, int(store.is_up), address)
+            recorder.show(names.DAEMON_ERRORS, address)
+            failed = store.counts.failed_calls - recorder.total(names.DAEMON_ERRORS, address)
+            recorder.add(names.DAEMON_ERRORS, failed, address)
 
     def close(self) -> None:
         self._lookups.close()

@@ -107,14 +107,6 @@ def write_key_pair(folder: Path, name: str, read_only: bool) -> tuple[Path, Path
     return public_path, secret_path
 
 
-def read_public_key(path: str) -> bytes:
-    keys = dict(_KEY_LINE.findall(_text_of("--server-key", path)))
-    if "public-key" not in keys:
-        raise ConfigError("--server-key", f"{path} contains no public key")
-    public: str = keys["public-key"]
-    return public.encode()
-
-
 def protect(socket: zmq.Socket[bytes], keys: ServerKeys) -> None:
     socket.curve_server = True
     socket.curve_publickey = keys.public

@@ -7,6 +7,7 @@ changes the daemon's state.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -16,6 +17,7 @@ import zmq
 from vllm_tiered_kv import __version__
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
 from vllm_tiered_kv.metrics import server_names as names
+from vllm_tiered_kv.metrics.histogram import Histogram
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.net.connections import Connections
 from vllm_tiered_kv.server.net.curve import Clients
@@ -67,6 +69,7 @@ class Gateway:
         recorder: Recorder,
         instance: bytes,
         capabilities: Sequence[str],
+        durations: Histogram,
     ) -> None:
         self._reactor = reactor
         self._outbox = outbox
@@ -81,6 +84,7 @@ class Gateway:
         self._recorder = recorder
         self._instance = instance
         self._capabilities = list(capabilities)
+        self._durations = durations
         self._counts: Counter[str] = Counter()  # requests of this turn by op
         self.is_closing = False
         outbox.on_client_lost = self._drop_client
@@ -124,6 +128,7 @@ class Gateway:
             session = self._sessions.find(peer, self._user(peer, frames[0]))
         except ProtocolError:
             return False
+        begun_at = time.monotonic()
         if (
             session is None
             or session.in_flight >= self._limits.requests_per_session
@@ -131,7 +136,10 @@ class Gateway:
             or not self._handlers.transfers.answer_from_memory(session, frames[0].buffer)
         ):
             return False
+        if session.attachment is not None:
+            self._leases.was_seen(session.attachment)
         self._counts[Get.op] += 1
+        self._durations.observe(time.monotonic() - begun_at, Get.op)
         return True
 
     def _handle(self, peer: Peer, frames: Sequence[zmq.Frame]) -> None:
@@ -164,9 +172,13 @@ class Gateway:
             self._outbox,
             self._reactor,
             self._recorder,
-            partial(self._network.end_request, peer, cost),
+            partial(self._request_ended, peer, cost, request.op, time.monotonic()),
         )
         self._handlers.serve(call, request, payload)
+
+    def _request_ended(self, peer: Peer, cost: int, op: str, begun_at: float) -> None:
+        self._network.end_request(peer, cost)
+        self._durations.observe(time.monotonic() - begun_at, op)
 
     def _hello(self, peer: Peer, user: str, request_id: int, hello: Hello) -> None:
         largest = max(hello.block_bytes, default=0)

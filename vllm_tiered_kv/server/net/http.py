@@ -1,14 +1,21 @@
-"""`/metrics` and `/healthz` for monitors on this host, served by threads of their own."""
+"""`/metrics` and `/healthz` for monitors, served by threads of their own.
+
+Beyond loopback the page of metrics is for those who send a token, unless the operator says that it
+is open. `/healthz` says no more than whether the daemon is well, and kubelet sends no token.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from vllm_tiered_kv.errors import ConfigError
@@ -26,21 +33,29 @@ class HttpServer:
     None; like `metrics`, it is called from HTTP threads."""
 
     def __init__(
-        self, address: str, metrics: Callable[[], str], health_problem: Callable[[], str | None]
+        self,
+        address: str,
+        metrics: Callable[[], str],
+        health_problem: Callable[[], str | None],
+        token: str | None = None,
+        is_open: bool = False,
     ) -> None:
-        host, port = parse_address(address)
+        """With a `token`, `/metrics` is for those who send it."""
+        host, port = parse_address(address, token is not None or is_open)
         pages: dict[str, Callable[[], tuple[int, str]]] = {
             "/metrics": lambda: (200, metrics()),
             "/healthz": lambda: _health(health_problem()),
         }
         try:
-            self._server = _Server((host, port), _handler(pages))
+            kind = _Server6 if ":" in host else _Server
+            self._server = kind((host, port), _handler(pages, token))
         except OSError as error:
             raise ConfigError(
                 "http",
                 f"cannot listen on {address}: {error.strerror}; use another port, or off",
             ) from error
-        self.address = f"{host}:{self._server.server_address[1]}"
+        shown = f"[{host}]" if ":" in host else host
+        self.address = f"{shown}:{self._server.server_address[1]}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(_POLL_S,), name="tiered-kv-http", daemon=True
         )
@@ -51,16 +66,35 @@ class HttpServer:
         self._server.server_close()
 
 
-def parse_address(address: str) -> tuple[str, int]:
+def parse_address(address: str, may_be_remote: bool) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
-    if not host or "/" in host or not is_port(port):
+    is_bare_ipv6 = ":" in host and not re.fullmatch(r"\[[^\[\]]+\]", host)
+    if not host or "/" in host or is_bare_ipv6 or not is_port(port):
         raise ConfigError("http", f'{address!r} is neither like "127.0.0.1:9528" nor "off"')
-    if not is_loopback(host) or ":" in host:
+    if not is_loopback(host) and not may_be_remote:
         raise ConfigError(
             "http",
-            f"{address} must be a loopback address; use a reverse proxy for remote access",
+            f"{address} can be reached from other hosts: set http_token to a file with a token "
+            "that monitors send, or http_open if everyone there may read the metrics",
         )
-    return ("127.0.0.1" if host == "localhost" else host), int(port)
+    return ("127.0.0.1" if host == "localhost" else host.strip("[]")), int(port)
+
+
+def read_token(path: str) -> str:
+    """Raises ConfigError if the file is not one line of what a header can hold."""
+    try:
+        token = Path(path).read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise ConfigError("http_token", f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError:
+        token = ""
+    if re.fullmatch(r"[!-~]{16,256}", token) is None:
+        raise ConfigError(
+            "http_token",
+            f"{path} must hold 16 to 256 characters without blanks; make it with "
+            "openssl rand -hex 32",
+        )
+    return token
 
 
 def _health(problem: str | None) -> tuple[int, str]:
@@ -112,8 +146,12 @@ class _Server(ThreadingHTTPServer):
         logger.debug("an HTTP client failed", exc_info=True)
 
 
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
 def _handler(
-    pages: dict[str, Callable[[], tuple[int, str]]],
+    pages: dict[str, Callable[[], tuple[int, str]]], token: str | None
 ) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         timeout = _REQUEST_TIMEOUT_S
@@ -127,16 +165,32 @@ def _handler(
             self._answer(with_body=True)
 
         def _answer(self, with_body: bool) -> None:
-            page = pages.get(self.path.partition("?")[0])
-            status, text = (404, "try /metrics or /healthz\n") if page is None else page()
+            name = self.path.partition("?")[0]
+            page = pages.get(name)
+            if page is None:
+                status, text = 404, "try /metrics or /healthz\n"
+            elif name != "/healthz" and not self._is_admitted():
+                status, text = 401, "send the token of http_token: Authorization: Bearer TOKEN\n"
+            else:
+                status, text = page()
             body = text.encode()
             self.send_response(status)
+            if status == 401:
+                self.send_header("WWW-Authenticate", "Bearer")
             self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
             self.send_header("Connection", "close")
             self.end_headers()
             if with_body:
                 self.wfile.write(body)
+
+        def _is_admitted(self) -> bool:
+            if token is None:
+                return True
+            given = self.headers.get("Authorization", "")
+            scheme, _, sent = given.partition(" ")
+            same = hmac.compare_digest(sent.strip().encode("utf-8", "replace"), token.encode())
+            return scheme.lower() == "bearer" and same
 
         def log_message(self, format: str, *args: Any) -> None:
             logger.debug("http: " + format, *args)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 from vllm_tiered_kv.core.store import StoreUsage
 from vllm_tiered_kv.metrics import server_names as names
+from vllm_tiered_kv.metrics.histogram import Histogram
 from vllm_tiered_kv.metrics.names import Kind, Metric
 from vllm_tiered_kv.metrics.recorder import Recorder
 
@@ -18,16 +19,27 @@ class ServerStats:
     """Combines counters with gauges, which are read on demand. Used by the handlers and by HTTP
     threads."""
 
-    def __init__(self, recorder: Recorder, gauges: Gauges) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        gauges: Gauges,
+        details: Gauges = lambda: iter(()),
+        histograms: Sequence[Histogram] = (),
+    ) -> None:
+        """`details` are gauges for Prometheus alone, as are the histograms."""
         self._recorder = recorder
         self._gauges = gauges
+        self._details = details
+        self._histograms = histograms
 
-    def samples(self) -> Iterator[Sample]:
-        """All samples, grouped by metric, in the order of `names.ALL`."""
+    def samples(self, with_details: bool = False) -> Iterator[Sample]:
+        """All samples of counters and gauges, grouped by metric, in the order of `names.ALL`."""
         by_name: dict[str, dict[tuple[str, ...], float]] = {}
         for metric, labels, value in self._gauges():
             by_name.setdefault(metric.name, {})[labels] = value
         tiers = {label for (label,) in by_name.get(names.CAPACITY_BYTES.name, {})}
+        for metric, labels, value in self._details() if with_details else ():
+            by_name.setdefault(metric.name, {})[labels] = value
         for metric in names.ALL:
             values = by_name.get(metric.name, {})
             if metric.kind is Kind.COUNTER:
@@ -51,17 +63,14 @@ class ServerStats:
     def prometheus(self) -> str:
         lines: list[str] = []
         described: set[str] = set()
-        for metric, labels, value in self.samples():
-            name = metric.exposed_name + ("_total" if metric.kind is Kind.COUNTER else "")
+        for metric, labels, value in self.samples(with_details=True):
+            (name,) = metric.exposed_names
             if name not in described:
                 described.add(name)
-                lines.append(f"# HELP {name} {metric.help}")
-                lines.append(f"# TYPE {name} {metric.kind.value}")
-            pairs = ",".join(
-                f'{label}="{text}"' for label, text in zip(metric.labels, labels, strict=True)
-            )
-            braces = f"{{{pairs}}}" if pairs else ""
-            lines.append(f"{name}{braces} {_number(value)}")
+                lines += _description(name, metric)
+            lines.append(f"{name}{_braces(metric.labels, labels)} {_number(value)}")
+        for histogram in self._histograms:
+            lines += _histogram_lines(histogram)
         return "\n".join(lines) + "\n"
 
 
@@ -69,6 +78,36 @@ def _zeros(metric: Metric, tiers: Set[str]) -> dict[tuple[str, ...], float]:
     """All series of a counter, without those of tiers that this daemon does not have."""
     series = metric.series or ((),)
     return {labels: 0 for labels in series if metric.labels != ("tier",) or set(labels) <= tiers}
+
+
+def _histogram_lines(histogram: Histogram) -> Iterator[str]:
+    metric = histogram.metric
+    bucket, total, count = metric.exposed_names
+    yield from _description(metric.exposed_name, metric)
+    bounds = [*map(_number, metric.buckets), "+Inf"]
+    for labels, counts, seconds in histogram.snapshot():
+        for bound, number in zip(bounds, counts, strict=True):
+            yield f"{bucket}{_braces((*metric.labels, 'le'), (*labels, bound))} {number}"
+        yield f"{total}{_braces(metric.labels, labels)} {_number(seconds)}"
+        yield f"{count}{_braces(metric.labels, labels)} {counts[-1]}"
+
+
+def _description(name: str, metric: Metric) -> Iterator[str]:
+    yield f"# HELP {name} {metric.help}"
+    yield f"# TYPE {name} {metric.kind.value}"
+
+
+def _braces(names: Sequence[str], values: Sequence[str]) -> str:
+    pairs = ",".join(
+        f'{label}="{_escaped(text)}"' for label, text in zip(names, values, strict=True)
+    )
+    return f"{{{pairs}}}" if pairs else ""
+
+
+def _escaped(text: str) -> str:
+    """A client chooses its name; a line break in it must not begin a sample."""
+    text = text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    return text.encode("utf-8", "replace").decode()
 
 
 def tier_samples(tier: str, usage: StoreUsage) -> Iterator[Sample]:

@@ -31,6 +31,8 @@ from vllm_tiered_kv.core.store import (
 )
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import NotDeletedError
+from vllm_tiered_kv.metrics import server_names
+from vllm_tiered_kv.metrics.histogram import Histogram
 from vllm_tiered_kv.native import cpu
 from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.stores.namespaces import QuotaOf, no_quota
@@ -115,6 +117,8 @@ class SsdStore:
         self.folder = folder
         self.counters = SsdCounters()
         self.read_speed = ReadSpeed()
+        self.read_times = Histogram(server_names.SSD_READ_SECONDS)
+        self.write_times = Histogram(server_names.SSD_WRITE_SECONDS)
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._sealed = threading.Condition(self._lock)
@@ -276,8 +280,10 @@ class SsdStore:
         return sum(lengths)
 
     def _read_blocks(self, places: Sequence[Place]) -> list[Moved]:
+        begun_at = time.monotonic()
         with self.read_speed.reading():
             outcomes = self._data.read_blocks(places)
+        self.read_times.observe(time.monotonic() - begun_at)
         moved = zip(places, outcomes, strict=True)
         self.read_speed.add(sum(place.view.nbytes for place, end in moved if not end.error))
         return outcomes
@@ -377,7 +383,11 @@ class SsdStore:
             )
             for write in writes
         ]
-        for write, moved in zip(writes, self._data.write_blocks(places), strict=True):
+        begun_at = time.monotonic()
+        outcomes = self._data.write_blocks(places)
+        if places:
+            self.write_times.observe(time.monotonic() - begun_at)
+        for write, moved in zip(writes, outcomes, strict=True):
             write.checksum = moved.checksum
             if moved.refused:
                 self._warn_once(

