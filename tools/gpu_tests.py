@@ -37,6 +37,7 @@ GROUPS = (  # longest first; each engine takes a minute to start
     ("engine, plain scheduling", "tests/gpu/test_engine_gpu.py", "-k", "async_off"),
     ("verified hits", "tests/gpu/test_verified_gpu.py"),
     ("partial tails", "tests/gpu/test_tails_gpu.py"),
+    ("compute once", "tests/gpu/test_compute_once_gpu.py"),
     ("daemon over ipc", "tests/gpu/test_remote_gpu.py", "-k", "ipc"),
     ("daemon over tcp", "tests/gpu/test_remote_gpu.py", "-k", "tcp"),
     ("tier of OffloadingConnector", "tests/gpu/test_offloading_tier_gpu.py"),

@@ -16,8 +16,8 @@ PREFIX = "tiered_kv_server_"
 
 _MEMORY, _SSD, _BACKING = Tier.MEMORY.value, Tier.SSD.value, Tier.BACKING.value
 _OPS = (
-    *("hello", "match", "contains", "get", "put", "pin", "delete", "flush", "info", "stats"),
-    *("lend", "borrow", "release", "reserve", "seal", "claim"),
+    *("hello", "match", "contains", "get", "put", "pin", "claim", "delete", "flush", "info"),
+    *("stats", "lend", "borrow", "release", "reserve", "seal"),
 )
 
 
