@@ -23,6 +23,7 @@ FOLDER = Path(__file__).parent / "results"
 RAW = "raw"
 """The folder beside a result that its raw samples go to; git ignores it."""
 _LINE = 160
+_PLACES = {"--folder": "FOLDER", "--chat": "CHAT", "--agents": "AGENTS"}
 
 
 @dataclass(frozen=True)
@@ -149,13 +150,13 @@ def flags() -> list[str]:
     arguments = iter(sys.argv[1:])
     for argument in arguments:
         name, equals, _ = argument.partition("=")
-        if name not in ("--out", "--out-dir", "--folder"):
+        if name not in ("--out", "--out-dir", *_PLACES):
             shown.append(argument)
             continue
         if not equals:
             next(arguments, None)
-        if name == "--folder":
-            shown += [name, "FOLDER"]
+        if name in _PLACES:
+            shown += [name, _PLACES[name]]
     return shown
 
 
