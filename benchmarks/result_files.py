@@ -23,6 +23,7 @@ FOLDER = Path(__file__).parent / "results"
 RAW = "raw"
 """The folder beside a result that its raw samples go to; git ignores it."""
 _LINE = 160
+_PLACES = {"--folder": "FOLDER", "--chat": "TRACE", "--chats": "TRACE", "--agents": "TRACE"}
 
 
 @dataclass(frozen=True)
@@ -149,15 +150,13 @@ def flags() -> list[str]:
     arguments = iter(sys.argv[1:])
     for argument in arguments:
         name, equals, _ = argument.partition("=")
-        if name not in ("--out", "--out-dir", "--folder", "--chats", "--agents"):
+        if name not in ("--out", "--out-dir", *_PLACES):
             shown.append(argument)
             continue
         if not equals:
             next(arguments, None)
-        if name == "--folder":
-            shown += [name, "FOLDER"]
-        elif name in ("--chats", "--agents"):
-            shown += [name, "TRACE"]
+        if name in _PLACES:
+            shown += [name, _PLACES[name]]
     return shown
 
 
