@@ -137,8 +137,8 @@ DAEMON = (
     Mutation(
         "session-without-namespace",
         "server/net/sessions.py",
-        "        self._prefix = key_prefix(self.namespace)\n",
-        "        self._prefix = bytes(16)\n",
+        "        self.key_prefix = key_prefix(self.namespace)\n",
+        "        self.key_prefix = bytes(16)\n",
         "engines of different models get each other's blocks",
         _VERBS,
     ),

@@ -38,8 +38,8 @@ KEYS_AND_COPIES = (
     Mutation(
         "index-dead-sequence-takes-shared-head",
         "csrc/index/block_index.cpp",
-        "if (is_shared) return;",
-        "if (is_shared) continue;",
+        "if (id == kNone || is_continued(id)) continue;",
+        "if (id == kNone) continue;",
         "the end of one session evicts what others continue",
         _INDEX,
     ),

@@ -282,6 +282,7 @@ REQUEST_CONTROLS = Metric(
             "session",
             "session_ended",
             "tool_pending",
+            "compute_once",
             "ignored",
         )
     ),
