@@ -269,6 +269,8 @@ def test_ended_session_leaves_first_except_blocks_that_others_used(
     assert held(engine, last) <= 4 + 8
     assert held(engine, older) == 8
     assert held(engine, other) == 8
+    assert len(engine.half.index.pinned_slots()) == 4  # what it shares with others
+    engine.half.retention.reset()
     engine.assert_at_rest()
 
 
