@@ -235,6 +235,7 @@ setup(
             "token_reader.cpp",
             "xxh3.cpp",
             "zmq_sender.cpp",
+            "get_headers.cpp",
             "index/keys.cpp",
             "index/slot_pool.cpp",
             "index/eviction.cpp",

@@ -57,40 +57,71 @@ def bare_router(endpoints: list[str], blocks: int, nbytes: int, stop: Any) -> No
     context.destroy(linger=0)
 
 
-def ask(endpoint: str, blocks: int, nbytes: int, depth: int, go: Any, stop: Any, done: Any) -> None:
-    """Keeps `depth` requests in flight and counts the replies."""
-    with RawClient(endpoint) as client:
-        is_daemon = "bare" not in endpoint
-        if is_daemon:
+class Turns:
+    """Lets client processes run one case after another, all at the same time.
+
+    The parent enters `run`; each client asks `next` which case to run, and runs it until `is_over`.
+    """
+
+    def __init__(self) -> None:
+        self._start = SPAWN.Barrier(CLIENTS + 1)
+        self._end = SPAWN.Barrier(CLIENTS + 1)
+        self._case: Synchronized[int] = SPAWN.Value("i", -1, lock=False)
+        self.counts = SPAWN.Array("q", CLIENTS, lock=False)
+        """Replies received by each client so far."""
+
+    @contextmanager
+    def run(self, case: int) -> Iterator[None]:
+        self._case.value = case
+        self._start.wait()
+        try:
+            yield
+        finally:
+            self._case.value = -1
+            self._end.wait()
+
+    def stop(self) -> None:
+        self._case.value = -1
+        self._start.wait()
+
+    def next(self) -> int | None:
+        """Waits for the next case; None after the last."""
+        self._start.wait()
+        return None if self._case.value < 0 else self._case.value
+
+    @property
+    def is_over(self) -> bool:
+        return self._case.value < 0
+
+    def ended(self) -> None:
+        self._end.wait()
+
+
+def ask(
+    number: int, endpoints: list[str], turns: Turns, blocks: int, nbytes: int, depth: int
+) -> None:
+    """Client `number`: keeps `depth` requests to the endpoint of the case in flight and counts the
+    replies."""
+    clients = {endpoint: RawClient(endpoint) for endpoint in endpoints}
+    for endpoint, client in clients.items():
+        if "bare" not in endpoint:
             client.hello(block_bytes=[nbytes])
-        request = wire.Get(KEY_BYTES, [key(number) for number in range(blocks)], False)
-        go.wait()  # for all of them
+    request = wire.Get(KEY_BYTES, [key(number) for number in range(blocks)], False)
+    counts = turns.counts
+    while (case := turns.next()) is not None:
+        client = clients[endpoints[case]]
         for _ in range(depth):
             client.send(request)
-        while not stop.is_set():
+        while not turns.is_over:
             if client.socket.poll(100):
                 client.socket.recv_multipart(copy=False)
-                done.value += 1
+                counts[number] += 1
                 client.send(request)
-
-
-@contextmanager
-def clients(endpoints: list[str], blocks: int, nbytes: int, depth: int) -> Iterator[Any]:
-    go, stop = SPAWN.Barrier(len(endpoints) + 1), SPAWN.Event()
-    counts: list[Synchronized[int]] = [SPAWN.Value("q", 0, lock=False) for _ in endpoints]
-    processes = [
-        SPAWN.Process(target=ask, args=(one, blocks, nbytes, depth, go, stop, count))
-        for one, count in zip(endpoints, counts, strict=True)
-    ]
-    for process in processes:
-        process.start()
-    go.wait()
-    try:
-        yield counts
-    finally:
-        stop.set()
-        for process in processes:
-            process.join()
+        for _ in range(depth):
+            client.socket.recv_multipart(copy=False)
+        turns.ended()
+    for client in clients.values():
+        client.close()
 
 
 def cpu_seconds(pid: int) -> float:
@@ -117,30 +148,45 @@ def measure(blocks: int, nbytes: int, depth: int, rounds: int, seconds: float) -
             with RawClient(first) as client:
                 client.hello(block_bytes=[nbytes])
                 client.put({key(n): block(n, nbytes) for n in range(blocks)})
+            turns = Turns()
+            clients = [
+                SPAWN.Process(
+                    target=ask,
+                    args=(
+                        number,
+                        [first, bare[0], *((first, bare[0]) if number else (second, bare[1]))],
+                        turns,
+                        blocks,
+                        nbytes,
+                        depth,
+                    ),
+                )
+                for number in range(CLIENTS)
+            ]
+            for process in clients:
+                process.start()
             for _ in range(rounds):
-                for name, one, other in (
-                    ("daemon", first, first),
-                    ("bare", bare[0], bare[0]),
-                    ("daemon_two", first, second),
-                    ("bare_two", bare[0], bare[1]),
-                ):
+                for case, name in enumerate(names):
                     pid = daemon.pid if name.startswith("daemon") else router.pid
                     assert pid is not None
-                    with clients([one] * (CLIENTS - 1) + [other], blocks, nbytes, depth) as counts:
+                    with turns.run(case):
                         time.sleep(WARM_S)
-                        before = [count.value for count in counts]
+                        before = list(turns.counts)
                         cpu = cpu_seconds(pid)
                         time.sleep(seconds)
                         done = [
-                            count.value - start for count, start in zip(counts, before, strict=True)
+                            count - start for count, start in zip(turns.counts, before, strict=True)
                         ]
                         cpus[name].append((cpu_seconds(pid) - cpu) / max(1, sum(done)) * 1e6)
                         results[name].append([count / seconds for count in done])
+            turns.stop()
+            for process in clients:
+                process.join()
         stop.set()
         router.join()
     ratios = [sum(a) / sum(b) for a, b in zip(results["daemon"], results["bare"], strict=True)]
     shares = {
-        name: [one[-1] / (sum(one) / CLIENTS) for one in results[name]]
+        name: [one[0] / (sum(one) / CLIENTS) for one in results[name]]
         for name in ("daemon_two", "bare_two")
     }
     return {
@@ -176,10 +222,9 @@ def main() -> None:
     for request in given.requests:
         blocks, nbytes = map(int, request.split("x"))
         found.append(measure(blocks, nbytes, given.depth, given.rounds, given.seconds))
-    result = {"environment": describe_environment(), "clients": CLIENTS, "results": found}
-    save(given.out, result)
-    for one in found:
-        print(json.dumps(one))
+        print(json.dumps(found[-1]), flush=True)
+        result = {"environment": describe_environment(), "clients": CLIENTS, "results": found}
+        save(given.out, result)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks import plots
 from benchmarks.plots import Plot
 from benchmarks.result_files import Results
-from benchmarks.sections import chats, connectors, copies, throughput, tiers
+from benchmarks.sections import chats, connectors, copies, fleet, throughput, tiers
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
@@ -30,11 +30,13 @@ SECTIONS: list[Callable[[Results], str]] = [
     tiers.lookup_section,
     tiers.pinning_section,
     tiers.load_or_compute_section,
+    fleet.section,
 ]
 PLOTS: list[Callable[[Results], list[Plot]]] = [
     chats.plots,
     connectors.plots,
     throughput.plots,
+    fleet.plots,
 ]
 
 _HEAD = """\

@@ -149,13 +149,15 @@ def flags() -> list[str]:
     arguments = iter(sys.argv[1:])
     for argument in arguments:
         name, equals, _ = argument.partition("=")
-        if name not in ("--out", "--out-dir", "--folder"):
+        if name not in ("--out", "--out-dir", "--folder", "--chats", "--agents"):
             shown.append(argument)
             continue
         if not equals:
             next(arguments, None)
         if name == "--folder":
             shown += [name, "FOLDER"]
+        elif name in ("--chats", "--agents"):
+            shown += [name, "TRACE"]
     return shown
 
 

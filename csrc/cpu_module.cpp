@@ -14,6 +14,7 @@
 #include "cpu_features.h"
 #include "file_blocks.h"
 #include "fills.h"
+#include "get_headers.h"
 #include "index/module.h"
 #include "sha256.h"
 #include "thread_pool.h"
@@ -25,6 +26,7 @@ namespace tiered_kv {
 namespace {
 
 constexpr size_t kKeyHashBytes = 16;
+constexpr int kZmqDontWait = 1;  // ZMQ_DONTWAIT
 // With fewer bytes, releasing the GIL costs more than it gains.
 constexpr size_t kGilBytes = 4096;
 // With fewer bytes, waking a helper thread costs more than it saves.
@@ -133,6 +135,26 @@ int send_frames(uintptr_t function, uintptr_t socket, const py::sequence& buffer
   return 0;
 }
 
+// Receives a frame of at most 255 bytes, as routing ids are, with zmq_recv, whose address the
+// caller passes. Returns None if there is none.
+py::object receive_short_frame(uintptr_t function, uintptr_t socket) {
+  if (function == 0 || socket == 0) throw ArgumentError("function, socket", "a null address");
+  auto* const receive = reinterpret_cast<int (*)(void*, void*, size_t, int)>(function);
+  char frame[255];
+  int received = 0;
+  do {
+    received = receive(reinterpret_cast<void*>(socket), frame, sizeof frame, kZmqDontWait);
+  } while (received < 0 && errno == EINTR);
+  if (received < 0 && errno == EAGAIN) return py::none();
+  if (received < 0) {
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw py::error_already_set();
+  }
+  if (size_t(received) > sizeof frame)
+    throw ArgumentError("socket", "a frame of " + std::to_string(received) + " bytes");
+  return py::bytes(frame, size_t(received));
+}
+
 ZmqSender make_zmq_sender(uintptr_t send, uintptr_t msg_init_data, uintptr_t msg_send,
                           uintptr_t msg_close) {
   if (send == 0 || msg_init_data == 0 || msg_send == 0 || msg_close == 0)
@@ -157,6 +179,35 @@ int send_message(ZmqSender& sender, uintptr_t socket, const py::bytes& identity,
   for (const Bytes& frame : opened) frames.push_back({frame.data(), frame.size()});
   return sender.send(reinterpret_cast<void*>(socket), {to.data(), to.size()},
                      {head.data(), head.size()}, frames, copies, ticket);
+}
+
+// Returns the request id and the keys after `prefix`; None for any other header and for a request
+// that is not for one to `most` keys of `width` bytes.
+py::object read_get(const py::buffer& header, const py::bytes& prefix, size_t width, size_t most) {
+  const Bytes bytes(header, "header");
+  const auto found = read_get_header({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
+  if (!found || found->request_id == 0 || found->width != width) return py::none();
+  const size_t count = found->keys.size() / width;
+  if (count == 0 || count > most) return py::none();
+  const std::string_view before(prefix);
+  py::list keys(count);
+  for (size_t i = 0; i < count; ++i) {
+    PyObject* key = PyBytes_FromStringAndSize(nullptr, py::ssize_t(before.size() + width));
+    if (key == nullptr) throw py::error_already_set();
+    char* into = PyBytes_AS_STRING(key);
+    std::memcpy(into, before.data(), before.size());
+    std::memcpy(into + before.size(), found->keys.data() + i * width, width);
+    PyList_SET_ITEM(keys.ptr(), py::ssize_t(i), key);
+  }
+  return py::make_tuple(found->request_id, keys);
+}
+
+py::bytes pack_get_reply(uint64_t request_id, const std::vector<uint64_t>& lengths,
+                         const std::vector<uint64_t>& checksums) {
+  if (lengths.size() > kMaxReplyBlocks || lengths.size() != checksums.size())
+    throw ArgumentError("lengths", std::to_string(lengths.size()) + " lengths and " +
+                                       std::to_string(checksums.size()) + " checksums");
+  return py::bytes(write_get_reply(request_id, lengths, checksums));
 }
 
 // Follows a linked list up to `last` or None and returns one attribute of each object.
@@ -404,12 +455,18 @@ PYBIND11_MODULE(_cpu, module) {
              py::arg("wanted"), py::arg("most"));
   module.def("send_frames", &send_frames, py::arg("function"), py::arg("socket"),
              py::arg("buffers"), py::arg("flags"));
+  module.def("receive_short_frame", &receive_short_frame, py::arg("function"), py::arg("socket"));
   py::class_<ZmqSender>(module, "ZmqSender")
       .def(py::init(&make_zmq_sender), py::arg("send"), py::arg("msg_init_data"),
            py::arg("msg_send"), py::arg("msg_close"))
       .def("send", &send_message, py::arg("socket"), py::arg("identity"), py::arg("header"),
            py::arg("payload"), py::arg("copies"), py::arg("ticket"))
       .def("take_sent", &ZmqSender::take_sent);
+  module.attr("MAX_REPLY_BLOCKS") = kMaxReplyBlocks;
+  module.def("read_get", &read_get, py::arg("header"), py::arg("prefix"), py::arg("width"),
+             py::arg("most"));
+  module.def("pack_get_reply", &pack_get_reply, py::arg("request_id"), py::arg("lengths"),
+             py::arg("checksums"));
   module.def("copy_and_hash", &copy_and_hash, py::arg("into"), py::arg("sources"),
              py::arg("threads"));
   py::class_<FillPool>(module, "FillPool")

@@ -12,6 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.result_files import Results
+from benchmarks.sections import fleet
+from tools.fleet_sizes import break_even_table, examples_table, sizes_table
 from tools.model_table import models_table, named_table
 from tools.protocol_reference import protocol_reference
 from vllm_tiered_kv.config import ENV_PREFIX, TieredKVConfig
@@ -61,6 +64,13 @@ GENERATED: dict[str, Callable[[], str]] = {
     "models.md": models_table,
     "models.md#names": named_table,
     "protocol.md": protocol_reference,
+    "scaling.md#sizes": sizes_table,
+    "scaling.md#break-even": break_even_table,
+    "scaling.md#examples": examples_table,
+    "scaling.md#placement": lambda: fleet.placement_table(Results.load()),
+    "scaling.md#hot": lambda: fleet.hot_table(Results.load()),
+    "scaling.md#moved": lambda: fleet.moved_table(Results.load()),
+    "scaling.md#failures": lambda: fleet.failure_table(Results.load()),
     "server.md": partial(options_table, ServerOptions),
 }
 

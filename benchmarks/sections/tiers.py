@@ -21,17 +21,31 @@ _BYTES = """\
 GB/s between a client and a daemon, medians. *bare*: a plain socket with as many connections, the
 limit of TCP (goal P8: at least 0.9 of it).
 """
+_CLIENTS = """\
+### Many clients
+
+Requests per second that eight client processes get together, each with four in flight, of a daemon
+and of a bare zmq ROUTER: a loop of pyzmq that answers every message with as many frames and bytes,
+looks nothing up and checks nothing. Rounds take turns; medians, and the median of their ratios
+(goal: at least 0.85). Clients and server share the cores, so a client's own work dampens the ratio;
+the processor time of the server process, in µs a request, is its own. *Share of a second endpoint*:
+what one client that is alone on it gets, of an equal share, while seven use the first (goal: at
+least 0.8).
+"""
 
 
 def daemon_section(results: Results) -> str:
     hits, moved = results.of("daemon_hits"), results.of("daemon_bandwidth")
-    if not hits and not moved:
+    shared = results.of("daemon_clients")
+    if not hits and not moved and not shared:
         return ""
     parts = ["## A daemon on the same host\n"]
     if hits:
         parts += [_HITS, *(_hits(result) for result in hits)]
     if moved:
         parts += [_BYTES, *(_bytes(result) for result in moved)]
+    if shared:
+        parts += [_CLIENTS, *(_clients(result) for result in shared)]
     return "\n".join(parts)
 
 
@@ -52,6 +66,22 @@ def _hits(result: Result) -> str:
 
 def _range(times: dict[str, float]) -> str:
     return f"{number(times['median'])} ({number(times['min'])} … {number(times['max'])})"
+
+
+def _clients(result: Result) -> str:
+    rows = [
+        [
+            f"{case['blocks']} of {case['nbytes'] // 1024:,} KiB",
+            *(number(case["requests_per_s"][name], 0) for name in ("daemon", "bare")),
+            number(case["of_bare_zmq"], 2),
+            *(number(case["cpu_us_per_request"][name], 0) for name in ("daemon", "bare")),
+            *(number(case[name], 2) for name in ("of_fair_share", "of_fair_share_bare")),
+        ]
+        for case in result.data["results"]
+    ]
+    header = ["blocks a request", "daemon, requests/s", "bare", "daemon of bare"]
+    header += ["daemon, µs a request", "bare", "share of a second endpoint", "bare"]
+    return measured_on(result) + "\n" + table(header, rows)
 
 
 def _bytes(result: Result) -> str:

@@ -38,6 +38,7 @@ def _run(
     os.environ.clear()
     os.environ.update(environment)
     resource.setrlimit(resource.RLIMIT_NOFILE, descriptors)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     into = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(into, 1)
     os.dup2(into, 2)

@@ -329,6 +329,20 @@ def test_daemon_signal_stops_in_order(start: StartDaemon, number: int) -> None:
     assert "everything is written" in daemon.logs
 
 
+def test_repeated_hangup_stops_only_in_order() -> None:
+    program = (
+        "import os, signal\n"
+        "from vllm_tiered_kv.server.cli import _stop_on_signals\n"
+        "stops = []\n"
+        "_stop_on_signals(lambda: stops.append(1))\n"
+        "os.kill(os.getpid(), signal.SIGHUP)\n"
+        "os.kill(os.getpid(), signal.SIGHUP)\n"
+        "print(len(stops))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, "2\n")
+
+
 def test_daemon_second_signal_stops_at_once(start: StartDaemon) -> None:
     daemon = start()
     daemon.freeze()
@@ -371,6 +385,14 @@ def test_http_serves_metrics_and_health(start: StartDaemon, connect: Connect) ->
         "# TYPE tiered_kv_server_sessions gauge",
     ):
         assert line in lines
+    for zero in (
+        'put_blocks_total{result="failed"}',
+        'errors_total{code="mismatch"}',
+        'evicted_blocks_total{tier="memory"}',
+        'requests_total{op="borrow"}',
+    ):
+        assert f"tiered_kv_server_{zero} 0" in lines, "rate() needs the series from the start"
+    assert 'tier="backing"' not in text
     types = [line for line in lines if line.startswith("# TYPE")]
     assert len(types) == len(set(types))
 
@@ -381,6 +403,8 @@ def test_http_rude_clients_do_not_disturb_others(start: StartDaemon, connect: Co
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
     for connection in silent[70:]:
         connection.sendall(os.urandom(100) + b"\r\n\r\n")
+    silent[0].settimeout(3)  # earlier than the deadline for its request
+    assert silent[0].recv(1) == b"", "the number of connections has no limit"
     for _ in range(20):
         assert fetch(f"{daemon.http}/healthz")[0] == 200
     connect(daemon.endpoint).put({key(1): block(1)})

@@ -534,9 +534,11 @@ def test_drain_writes_or_reports_blocks_lost_by_sync(
         assert ssd.contains([key(n) for n in LOST]) == [is_written] * 5
 
 
+@pytest.mark.parametrize("is_last", [False, True])
 def test_flush_reports_lost_evicted_blocks_once(
-    tmp_path: Path, disk: GatedDisk, failing_sync: list[int]
+    tmp_path: Path, disk: GatedDisk, failing_sync: list[int], is_last: bool
 ) -> None:
+    """The second attempt of the last flush does not find them."""
     ssd = SsdStore(tmp_path / "ssd", 16 * MIB, disk=disk)
     store = TieredStore(4 * MIB, ssd, None, Recorder())
     for n in range(3):
@@ -549,8 +551,25 @@ def test_flush_reports_lost_evicted_blocks_once(
     deleted = threading.Event()
     store.delete([key(1)], lambda count: deleted.set())
     assert deleted.wait(PATIENCE_S)
-    assert flush(store) == ["1 blocks could not be written to ssd"]
+    told = list(map(str, store.drain())) if is_last else flush(store)
+    assert told == ["1 blocks could not be written to ssd"]
     assert ssd.contains([key(n) for n in range(3)]) == [False, False, True]
+    assert is_last or flush(store) == []
+    store.close()
+
+
+def test_flush_reports_blocks_evicted_after_a_failed_sync(
+    tmp_path: Path, disk: GatedDisk, failing_sync: list[int]
+) -> None:
+    ssd = SsdStore(tmp_path / "ssd", 16 * MIB, disk=disk)
+    store = TieredStore(1 * MIB, ssd, None, Recorder())
+    lose_all(store, failing_sync)
+    with pytest.MonkeyPatch.context() as full:
+        full.setattr(WriteBehind, "_has_room", lambda *_: False)
+        for n in range(100, 500):
+            put(store, n)
+    assert not any(store.memory.contains([key(n) for n in LOST]))
+    assert flush(store) == ["5 blocks could not be written to ssd"]
     assert flush(store) == []
     store.close()
 

@@ -120,13 +120,17 @@ def test_lookup_leases_are_limited_to_quarter(start: StartDaemon, connect: Conne
     assert (first.count, first.lent) == (120, 64)
     second = client.borrow(chain)
     assert (second.count, second.lent, second.lease) == (120, 0, 0)
-    leased = client.lend(chain[:30])
+    leased = client.lend(chain[:10])
     assert all(leased.leases)
-    reserved = client.reserve({key(n): 4096 for n in range(1000, 1030)})
+    reserved = client.reserve({key(n): 4096 for n in range(1000, 1010)})
     assert all(reserved.leases)
     assert client.release([first.lease]) == 1
     assert client.borrow(chain).lent == 64, "room that came back is not leased again"
+    attached_too = attach(daemon.ipc_path)
+    other = connect(daemon.ipc, arena=attached_too.token)
+    assert other.borrow(chain).lent > 0, "one process may take all that lookups may lease"
     attached.close()
+    attached_too.close()
 
 
 def test_lookup_lease_survives_eviction_and_delete(start: StartDaemon, connect: Connect) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from pathlib import Path
 
 import pytest
 import zmq
@@ -15,8 +16,11 @@ from tests.daemon.zmtp import ZmtpClient
 from tests.patience import eventually
 from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.errors import ConfigError, ErrorCode, ProtocolError
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server.net.connections import Connections, _Connection
 from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory, request_cost
+from vllm_tiered_kv.server.net.reactor import Reactor
 from vllm_tiered_kv.server.net.sessions import Listener, Peer
 from vllm_tiered_kv.wire.codec import encode_request
 
@@ -70,6 +74,41 @@ def test_admit_request_beyond_limit_refuses_largest_client(network: NetworkMemor
     assert network.total == 80
 
 
+def test_departed_clients_make_no_room(network: NetworkMemory) -> None:
+    """Their requests cannot be ended. If they made room, reconnecting would avoid the limit."""
+    for n in range(3):
+        network.admit_request(peer(n), 40 if n < 2 else 15)
+    for n in range(2):
+        network.mark_departed(peer(n))
+    assert_refused(network, peer(3), 16)
+    network.admit_request(peer(3), 14)  # less than client 2, which can be disconnected
+    network.end_request(peer(0), 40)
+    network.mark_reconnected(peer(1))
+    network.admit_request(peer(3), 20)
+
+
+def test_requests_of_departed_clients_do_not_disconnect_others(
+    network: NetworkMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    reactor = Reactor()
+    limits = ClientLimits.of_memory(MIB)
+    connections = Connections(reactor, context, limits, network, 10, 30.0, Recorder())
+    closed: list[int] = []
+    monkeypatch.setattr(connections, "_disconnect", closed.append)
+    connections._open[7] = _Connection(LISTENER, inode=0, identity=b"\1")
+    network.hold(peer(0), 90)
+    network.mark_departed(peer(0))
+    network.hold(peer(1), 30)
+    connections._shed()
+    assert closed == [], "it would be in vain"
+    network.hold(peer(1), 30)  # more than half of the limit
+    connections._shed()
+    assert closed == [7]
+    reactor.close()
+    context.term()
+
+
 def test_reconnected_client_is_counted_again(network: NetworkMemory) -> None:
     network.hold(peer(1), 60)
     network.mark_disconnected(peer(1))
@@ -105,7 +144,7 @@ def begin(daemon: DaemonProcess, nbytes: int) -> ZmtpClient:
 def test_unfinished_messages_beyond_limit_drop_clients(
     start: StartDaemon, connect: Connect
 ) -> None:
-    daemon = start(*LIMIT)
+    daemon = start(*LIMIT, "--io-threads", "1")  # malloc keeps some memory for each
     honest = connect(daemon.endpoint)
     before = daemon.rss_bytes()
     with contextlib.ExitStack() as held:
@@ -118,6 +157,40 @@ def test_unfinished_messages_beyond_limit_drop_clients(
         assert honest.stats()["dropped_clients"] > 0
         assert daemon.rss_bytes() - before < 200 * MIB
         assert honest.get([key(0)]) == blocks(1)
+        # What clients had that were dropped is given back to the system.
+        eventually(lambda: daemon.rss_bytes() - before < 64 * MIB, 20)
+
+
+def hello_of(client: ZmtpClient) -> None:
+    hello = encode_request(1, wire.Hello(1, "slow", bytes(32), KEY_BYTES, [4096], "test", b""))
+    client.send(bytes([0, len(hello)]) + hello)
+    client.receive()
+
+
+_DAEMON_WITH_SHORT_DEADLINE = """
+from vllm_tiered_kv.server import cli
+from vllm_tiered_kv.server.net import connections
+
+connections._MAX_MESSAGE_STALLS = 1.5
+raise SystemExit(cli.main())
+"""
+
+
+def test_message_that_never_ends_drops_client(folder: Path) -> None:
+    """It makes progress all the time."""
+    daemon = DaemonProcess(folder, *LIMIT, "--stall-timeout", "1s")
+    daemon.program = ["-c", _DAEMON_WITH_SHORT_DEADLINE]
+    with daemon, ZmtpClient(daemon.endpoint) as client:
+        hello_of(client)
+        client.send(b"\x03" + MIB.to_bytes(8, "big") + bytes(8192))
+
+        def is_closed_after_more() -> bool:
+            with contextlib.suppress(ConnectionError):
+                client.send(bytes(100))
+            return client.is_closed()
+
+        eventually(is_closed_after_more)
+        eventually(lambda: "a message took more than 1.5 s" in daemon.logs)
 
 
 def test_stalled_message_drops_client(start: StartDaemon, connect: Connect) -> None:
@@ -125,9 +198,7 @@ def test_stalled_message_drops_client(start: StartDaemon, connect: Connect) -> N
     honest = connect(daemon.endpoint)
     client = ZmtpClient(daemon.endpoint)
     with client:
-        hello = encode_request(1, wire.Hello(1, "slow", bytes(32), KEY_BYTES, [4096], "test", b""))
-        client.send(bytes([0, len(hello)]) + hello)
-        client.receive()
+        hello_of(client)
         client.send(b"\x03" + (8192).to_bytes(8, "big") + bytes(8192))
         eventually(client.is_closed)
         eventually(lambda: "no more bytes of an unfinished message for 1 s" in daemon.logs)
@@ -153,6 +224,26 @@ def test_client_reading_no_replies_is_dropped_and_counted(
         leaving.send(wire.Get(KEY_BYTES, [key(0)], True))
     assert honest.stats()["dropped_clients"] == 1
     assert honest.get([key(0)]) == {key(0): block(0, MIB)}
+
+
+@pytest.mark.parametrize("over", ["tcp", "ipc"])
+def test_client_reading_no_small_replies_is_dropped_and_counted(
+    start: StartDaemon, connect: Connect, over: str
+) -> None:
+    """These are copied and answered at once, as long as zmq takes them."""
+    daemon = start("--memory", "64MiB", "--stall-timeout", "1s")
+    honest = connect(daemon.endpoint)
+    honest.put(blocks(1))
+    endpoint = daemon.endpoint if over == "tcp" else daemon.ipc
+    with RawClient(endpoint, rcvhwm=1, rcvbuf=65536) as stalled:
+        stalled.hello()
+        for _ in range(900):
+            stalled.send(wire.Get(KEY_BYTES, [key(0)], False))
+        eventually(lambda: honest.stats()["network_bytes"] > 256 << 10)
+        assert honest.get([key(0)]) == blocks(1)
+        eventually(lambda: honest.stats()["dropped_clients"] == 1)
+    eventually(lambda: honest.stats()["network_bytes"] < 16 << 10)
+    assert honest.stats()["reply_bytes"] == 0
 
 
 @pytest.mark.parametrize("over", ["tcp", "ipc"])

@@ -8,9 +8,13 @@ from typing import Any, cast
 import pytest
 
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
+from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.net import sessions
 from vllm_tiered_kv.server.net.sessions import Listener, Peer, Session, Sessions
+from vllm_tiered_kv.server.requests.call import Call
 from vllm_tiered_kv.server.tiers.namespace_file import Shape
+from vllm_tiered_kv.wire.codec import decode_reply
+from vllm_tiered_kv.wire.messages import ErrorReply, InfoReply
 
 LISTENER = Listener(cast(Any, None), "tcp://127.0.0.1:9527", False)
 
@@ -69,3 +73,19 @@ def test_sessions_all_in_use_refuse_new_one(office: Office) -> None:
         office.open(b"newcomer")
     assert refused.value.code is ErrorCode.UNAVAILABLE
     assert all(session.is_open for session in used)
+
+
+def test_reply_that_cannot_be_encoded_becomes_an_error(office: Office) -> None:
+    sent: list[bytes] = []
+    outbox = SimpleNamespace(send=lambda peer, header, payload, on_unsent: sent.append(header))
+    session = office.open(b"client")
+    call = Call(session, 7, "info", cast(Any, outbox), cast(Any, None), Recorder())
+    with pytest.raises(ProtocolError):
+        call.reply(InfoReply({"name": "longer than a text may be" * 100}))
+    assert session.in_flight == 1
+    call.fail_internally()
+    (header,) = sent
+    request_id, reply = decode_reply(header, [])
+    assert (request_id, session.in_flight) == (7, 0)
+    assert isinstance(reply, ErrorReply)
+    assert reply.code is ErrorCode.INTERNAL

@@ -30,9 +30,12 @@ from tests.daemon.raw_client import (
     wire,
 )
 from tests.patience import eventually, mostly_slow
-from vllm_tiered_kv.core.store import PutResult
+from vllm_tiered_kv.core.store import PutResult, StoreKey
 from vllm_tiered_kv.device.shared_arena import SharedArena
 from vllm_tiered_kv.errors import ErrorCode
+from vllm_tiered_kv.server.net.limits import ClientLimits
+from vllm_tiered_kv.server.shm.leases import Attachment, Leases
+from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
 
 MIB = 1 << 20
 
@@ -99,6 +102,7 @@ def test_arena_requests_without_token_are_refused(start: StartDaemon, connect: C
     ("hello", "code"),
     [
         ({"protocol": 2, "client": "x"}, "unsupported_version"),
+        ({"protocol": "\nforged", "client": "x"}, "unsupported_version"),
         ({"protocol": 1}, "bad_message"),
         ({"protocol": 1, "client": 5}, "bad_message"),
         ({"protocol": 1, "client": "x" * 1000}, "bad_message"),
@@ -110,6 +114,7 @@ def test_arena_requests_without_token_are_refused(start: StartDaemon, connect: C
 def test_attach_with_wrong_hello_is_refused(start: StartDaemon, hello: object, code: str) -> None:
     daemon = start()
     refused = attach(daemon.ipc_path, hello)
+    assert "\nforged" not in daemon.logs
     assert refused.answer["ok"] is False
     assert refused.answer["code"] == code
     assert refused.fd == -1
@@ -129,16 +134,23 @@ def test_socket_files_are_private(start: StartDaemon) -> None:
     attached.close()
 
 
-def test_leases_are_limited_to_half_of_memory(start: StartDaemon, connect: Connect) -> None:
+def test_leases_of_processes_leave_room_for_the_next(start: StartDaemon, connect: Connect) -> None:
+    """Each gets two thirds of what the others leave of half of the memory, that is 128 blocks."""
     daemon = start("--memory", "1MiB")
-    attached = attach(daemon.ipc_path)
-    client = connect(daemon.ipc, arena=attached.token)
-    reserved = client.reserve({key(n): 4096 for n in range(200)})
-    assert list(reserved.results) == [wire.RESERVED] * 128 + list(
-        wire.put_codes([PutResult.DROPPED] * 72)
-    )
-    assert client.release([lease for lease in reserved.leases if lease]) == 128
-    attached.close()
+    attached = [attach(daemon.ipc_path) for _ in range(3)]
+    clients = [connect(daemon.ipc, arena=one.token) for one in attached]
+    for number, (client, room) in enumerate(zip(clients, (85, 28, 10), strict=True)):
+        wanted = {key(1000 * number + n): 4096 for n in range(100)}
+        reserved = client.reserve(wanted)
+        assert list(reserved.results) == [wire.RESERVED] * room + list(
+            wire.put_codes([PutResult.DROPPED] * (100 - room))
+        )
+    assert clients[2].release([lease for lease in reserved.leases if lease]) == 10
+    assert clients[2].put(blocks(1, start=9000)) == [PutResult.STORED]
+    assert clients[0].lend([key(9000)]).leases == [0], "it has all that it may have"
+    assert all(clients[2].lend([key(9000)]).leases)
+    for one in attached:
+        one.close()
 
 
 BORROWER = """
@@ -198,6 +210,84 @@ def test_leases_survive_eviction_and_end_with_process(
         assert client.tiers([key(n) for n in range(4)]) == [0] * 4
         memory.close()
         own.connection.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_leaseholder_is_silent_until_it_is_seen() -> None:
+    memory = MemoryStore(1 << 20)
+    leases = Leases(memory, ClientLimits.of_memory(1 << 20), stall_s=60)
+    holder = Attachment(bytes(16), 1, -1, "test")
+    leases.attach(holder)
+    holder.last_seen -= 61
+    assert leases.silent() == [], "it holds nothing"
+    name = StoreKey(bytes(40))
+    slot = memory.reserve(name, None, 4096)
+    assert isinstance(slot, PinnedSlot)
+    lease = leases.reserve(holder, slot)
+    assert lease is not None
+    assert leases.silent() == [holder]
+    leases.was_seen(holder)
+    assert leases.silent() == []
+    holder.last_seen -= 61
+    leases.release(holder, [lease])
+    assert leases.silent() == []
+    memory.close()
+
+
+_STOPPED = """
+    import sys, time
+    from tests.daemon.raw_client import RawClient, attach, key
+    attached = attach(sys.argv[1], {"protocol": 1, "client": "engine\\nof X" + "\\0" * 240})
+    client = RawClient("ipc://" + sys.argv[1])
+    client.hello(arena=attached.token)
+    reserved = client.reserve({key(n): 4096 for n in range(1000, 1200)})
+    print(sum(lease > 0 for lease in reserved.leases), flush=True)
+    sys.stdin.readline()
+    client.release([lease for lease in reserved.leases if lease][1:])
+    print("released", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_stopped_process_is_named_and_others_get_leases(
+    start: StartDaemon, connect: Connect
+) -> None:
+    """Its leases stay, and no process can take all that may be leased."""
+    daemon = start("--memory", "1MiB", "--stall-timeout", "1s")
+    client = connect(daemon.endpoint)
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(_STOPPED), str(daemon.ipc_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    try:
+        assert process.stdout.readline() == "85\n"
+        assert client.ask(wire.Info()).facts["silent_processes"] == []
+        process.send_signal(signal.SIGSTOP)
+        name = "engine\\nof X" + "\\x00" * 240  # escaped, it is longer than a text may be
+        held = f"process {process.pid} ('{name}') holds leases of {85 * 4096} bytes"
+        eventually(lambda: f"{held} and has sent nothing for 1 s: if it is stopped" in daemon.logs)
+        assert client.ask(wire.Info()).facts["silent_processes"] == [held[:256]]
+        assert client.stats()["silent_leased_bytes"] == client.stats()["leased_bytes"] == 85 * 4096
+        attached = attach(daemon.ipc_path)
+        other = connect(daemon.ipc, arena=attached.token)
+        assert set(other.put(blocks(4))) == {PutResult.STORED}
+        assert all(other.lend([key(n) for n in range(4)]).leases)
+        assert all(other.reserve({key(n): 4096 for n in range(100, 120)}).leases)
+        process.send_signal(signal.SIGCONT)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "released\n"
+        assert f"process {process.pid} ('{name}') sends again" in daemon.logs
+        eventually(lambda: f"{held.replace(str(85 * 4096), '4096')} and has" in daemon.logs)
+        assert daemon.logs.count(f"{held} and has") == 1
+        attached.close()
     finally:
         process.kill()
         process.wait()

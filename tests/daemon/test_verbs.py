@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
+import msgpack
 import pytest
 
 from tests.daemon.conftest import Connect, StartDaemon
@@ -75,6 +76,36 @@ def test_flush_info_stats(client) -> None:  # type: ignore[no-untyped-def]
     assert stats["requests"]["put"] == 1
     held = {"client": "test", "memory_blocks": 3, "memory_bytes": 3 * 4096}
     assert info["by_namespace"] == {key_prefix(NAMESPACE).hex(): held}
+
+
+@pytest.mark.parametrize("nbytes", [4096, 128 << 10])  # copied, and sent from where they are
+def test_get_of_any_form_returns_same_blocks(
+    start: StartDaemon, connect: Connect, nbytes: int
+) -> None:
+    """Requests that are answered at once, and those that are not, differ in nothing else."""
+    client = connect(start().ipc, block_bytes=[nbytes, 64])
+    there = blocks(3, nbytes)
+    client.put(there)
+    client.put({key(5): block(5, 64)})
+    asked = [key(0), key(2), key(5)]
+    expected = {key(0): there[key(0)], key(2): there[key(2)], key(5): block(5, 64)}
+    assert client.get(asked) == expected  # as our encoder writes it
+    fields = {"keys": b"".join(asked), "width": KEY_BYTES, "stream": False, "op": "get", "id": 99}
+    client.socket.send(msgpack.packb(fields))
+    request_id, reply, payload = client.receive()
+    assert (request_id, reply.positions) == (99, [0, 1, 2])
+    assert payload == list(expected.values())
+    assert client.get([*asked, key(9)]) == expected
+    assert client.stats()["hit_blocks"] == {"memory": 9}
+    assert client.stats()["requests"]["get"] == 3
+
+
+def test_get_of_deleted_block_is_a_miss(client) -> None:  # type: ignore[no-untyped-def]
+    client.put(blocks(2))
+    assert client.get([key(0), key(1)]) == blocks(2)
+    assert client.ask(wire.Delete(KEY_BYTES, [key(0)])).count == 1
+    assert client.get([key(0)]) == {}
+    assert client.get([key(0), key(1)]) == {key(1): block(1)}
 
 
 def test_match_counts_misses(client) -> None:  # type: ignore[no-untyped-def]
@@ -225,6 +256,17 @@ def test_namespaces_do_not_see_each_other(start: StartDaemon, connect: Connect) 
     assert other.tiers([key(0)]) == [0]
     other.put({key(0): block(5)})
     assert one.get([key(0)]) == blocks(1)
+
+
+def test_client_name_with_line_breaks_is_escaped_in_log(
+    start: StartDaemon, connect: Connect
+) -> None:
+    daemon = start()
+    connect(daemon.endpoint, greet=False).ask(
+        wire.Hello(1, "model\nforged line", NAMESPACE, KEY_BYTES, [4096], "test", b"")
+    )
+    assert f"namespace {key_prefix(NAMESPACE).hex()}: 'model\\nforged line'" in daemon.logs
+    assert "\nforged" not in daemon.logs
 
 
 def test_hello_with_too_large_blocks_is_refused(start: StartDaemon, connect: Connect) -> None:

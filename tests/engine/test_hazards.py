@@ -8,9 +8,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from vllm.lora.request import LoRARequest
 from vllm.v1.outputs import KVConnectorOutput
 
 from tests.engine import toy_engine
+from tests.engine.keyed_requests import write_adapter
 from tests.engine.toy_asking import (
     ask,
     assert_tier_is_right,
@@ -232,6 +234,28 @@ def test_reset_while_an_adapter_is_unreadable_succeeds(
         engine.run()
     assert engine.finished[request].tokens == play(ids, 20)[0]
     assert engine.half.index.used_bytes == 0
+    engine.assert_at_rest()
+
+
+def test_adapter_of_a_hub_is_uncached_and_logged_once(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """vLLM downloads a newer version in the step that loads it, after a hit was planned."""
+    fetched = write_adapter(tmp_path / "snapshot", b"1" * 50)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(fetched))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    engine = ToyEngine(tiny_model)
+    ids = prompt(random.Random(1), 41)
+    for _ in range(3):
+        engine.add(ids, 3, lora_request=LoRARequest("a", 1, "hub/a"))
+        engine.run()
+        engine.drop_gpu_cache()
+    assert total(engine, names.STORED_BLOCKS) == total(engine, names.HIT_BLOCKS) == 0
+    (told,) = [line for line in caplog.messages if "is not cached: vLLM asks a hub" in line]
+    assert "give the path of a folder, or set HF_HUB_OFFLINE=1" in told
     engine.assert_at_rest()
 
 

@@ -366,7 +366,7 @@ def test_more_than_a_daemon_leases_is_loaded_all_the_same(tiny_model: Path, fold
         ids = {toy.add(prompt, COUNT): prompt for prompt in asked}
         for request in ids:
             toy.half._requests[request].remote.lookup.future.result(timeout=30)
-        assert leases_of(daemon) == 64 < whole_blocks(asked)
+        assert leases_of(daemon) == 64 * 2 // 3 < whole_blocks(asked)  # the share of one process
         toy.run()
         for request, prompt in ids.items():
             assert toy.finished[request].tokens == play(prompt, COUNT)[0]

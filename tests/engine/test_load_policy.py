@@ -146,6 +146,8 @@ def test_the_first_hits_after_a_restart_are_loaded_from_the_ssd(
 ) -> None:
     """Neither its speed nor the model's was ever seen. The daemon knows its disk."""
     monkeypatch.setattr("vllm_tiered_kv.cache.cost_model._ASSUMED_PREFILL", 20.0)
+    # A disk that told nothing of itself would be left alone.
+    monkeypatch.setattr("vllm_tiered_kv.cache.cost_model._ASSUMED_RATE", 1.0)
     asked = prompts(26, 4, 84, 90)
     with DaemonProcess(
         folder,

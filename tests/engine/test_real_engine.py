@@ -147,3 +147,4 @@ def test_metrics_are_on_vllms_own_page(fresh: RealEngine) -> None:
     for metric in (names.HIT_TOKENS, names.STORED_BLOCKS, names.LOADED_BYTES, names.USED_BYTES):
         assert shown[(metric.exposed_name, "cpu")] == fresh.total(metric)
     assert fresh.total(names.HIT_TOKENS) > 0
+    assert shown[(names.LOAD_FAILURES.exposed_name, "remote")] == 0, "absent until first used"

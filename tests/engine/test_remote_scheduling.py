@@ -242,6 +242,16 @@ def test_a_daemon_that_is_not_there_is_told_from_one_that_has_nothing(
         toy.half.stats()
         assert told(names.DAEMON_UP) == {daemon.ipc: 1}
         assert f"the daemon at {daemon.ipc} is back" in caplog.text
+        before = told(names.LOOKUPS)
+        caplog.clear()
+        daemon.kill()
+        # The first of these lookups goes to a daemon that was up when last heard of.
+        serve(toy, prompts(9, 3))
+        toy.half.stats()
+        after = told(names.LOOKUPS)
+        assert after == {**before, "unavailable": before["unavailable"] + 3}
+        assert told(names.DAEMON_UP) == {daemon.ipc: 0}
+        assert f"cannot reach the daemon at {daemon.ipc}" in caplog.text
         toy.close()
 
 

@@ -89,7 +89,7 @@ QWEN3_NEXT = {
     "hidden_act": "silu",
     "torch_dtype": "bfloat16",
 }
-"""Recurrent layers (GDN) beside full attention; no windows. Blocks of 160 tokens."""
+"""Recurrent layers (GDN) beside full attention; no windows."""
 
 
 def write(folder: Path, config: dict[str, Any]) -> Path:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.remote.engine import IDENTITY, block_keys
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.remote.placement import (
-    ANCHORS,
+    RUN_BLOCKS,
     Cluster,
     Placement,
     anchor_position,
@@ -48,7 +48,7 @@ def test_removed_server_moves_only_its_share(gone: str) -> None:
     heirs: Counter[str] = Counter()
     for key in KEYS:
         was = before.order(key)
-        assert after.order(key) == [server for server in was if server != gone]
+        assert list(after.order(key)) == [server for server in was if server != gone]
         if was[0] == gone:
             heirs[after.order(key)[0]] += 1
     assert len(heirs) == 4
@@ -70,11 +70,10 @@ def test_order_is_equal_in_every_process() -> None:
 
 
 @given(st.integers(0, 10_000))
-def test_anchor_position_is_the_last_anchor_before(position: int) -> None:
+def test_anchor_position_is_the_start_of_the_run(position: int) -> None:
     anchor = anchor_position(position)
-    assert anchor in ANCHORS
-    assert anchor <= position
-    assert not any(anchor < other <= position for other in ANCHORS)
+    assert anchor % RUN_BLOCKS == 0
+    assert anchor <= position < anchor + RUN_BLOCKS
 
 
 @given(st.integers(0, 6000), st.integers(0, 6000))
@@ -99,10 +98,29 @@ def test_anchor_position_negative_raises() -> None:
         anchor_position(-1)
 
 
-def test_conversations_with_a_shared_prefix_separate_at_the_next_anchor() -> None:
+@pytest.mark.parametrize("shared", [100, 128, 1500, 6000])
+def test_conversations_with_a_shared_prefix_spread_over_all_servers(shared: int) -> None:
+    """All but the rest of the run in which they separate."""
+    placement = Placement([f"tcp://10.0.0.{n}:9527" for n in range(1, 65)])
+    head, own = block_keys("system prompt", shared), 750
+    blocks: Counter[str] = Counter()
+    for n in range(100):
+        chain = head + block_keys(f"chat {n}", own)
+        for anchor, start, stop in spans(shared, len(chain)):
+            blocks[placement.order(chain[anchor])[0]] += stop - start
+    together = -shared % RUN_BLOCKS * 100
+    assert sum(blocks.values()) == 100 * own
+    assert max(blocks.values()) < together + 2 * own * 100 / 64
+    assert len(blocks) == 64
+
+
+def test_order_of_many_anchors_stays_correct_and_its_cache_bounded() -> None:
     placement = Placement(SERVERS)
-    homes = Counter(placement.order(block_keys(f"chat {n}", 1)[0])[0] for n in range(200))
-    assert len(homes) == len(SERVERS)
+    first = [placement.order(key) for key in KEYS[:50]]
+    for key in KEYS:
+        placement.order(key)
+    assert [placement.order(key) for key in KEYS[:50]] == first
+    assert len(placement._orders) < len(KEYS) / 2
 
 
 @pytest.mark.parametrize("addresses", [[], ["tcp://a:1", "tcp://A:01"], ["a:1"]])

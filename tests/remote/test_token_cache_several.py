@@ -12,6 +12,7 @@ from tests.patience import eventually
 from tests.remote.daemon_facts import requests_of
 from tests.remote.token_states import TOKEN_BYTES, read, store
 from vllm_tiered_kv.api import TokenCache
+from vllm_tiered_kv.api.chain_store import Run
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 
 
@@ -37,7 +38,7 @@ def open_all(addresses: Sequence[str]) -> TokenCache:
 @pytest.mark.parametrize("kind", ["tcp", "ipc"])
 def test_several_daemons_are_one_cache(three: list[DaemonProcess], kind: str) -> None:
     addresses = [one.endpoint if kind == "tcp" else one.ipc for one in three]
-    many = chains(6, 600)  # placement splits each into three parts
+    many = chains(6, 600)  # placement splits each into ten runs
     with open_all(addresses) as cache:
         for tokens in many:
             assert store(cache, tokens) == len(tokens)
@@ -61,10 +62,10 @@ def test_match_ends_where_a_daemon_lost_its_share(three: list[DaemonProcess], ki
         tokens = next(
             tokens
             for tokens in chains(200, 600)
-            if len({server for *_, server in cache._chains._runs(keys_of(cache, tokens))}) == 3
+            if len({server for *_, server in runs_of(cache, tokens)}) == 3
         )
-        runs = cache._chains._runs(keys_of(cache, tokens))
-        for start, _, server in runs:
+        first_runs = {server: start for start, _, server in reversed(runs_of(cache, tokens))}
+        for server, start in first_runs.items():
             assert store(cache, tokens) == len(tokens)
             one = three[addresses.index(str(server.address))]
             one.kill()
@@ -76,13 +77,12 @@ def test_match_ends_where_a_daemon_lost_its_share(three: list[DaemonProcess], ki
 def test_match_ends_within_the_second_part_of_a_daemon(three: list[DaemonProcess]) -> None:
     """All parts of a daemon are requested at once, and counted in order."""
     with open_all([one.endpoint for one in three]) as cache:
-        for tokens in chains(500, 600):
-            keys = keys_of(cache, tokens)
-            runs = cache._chains._runs(keys)
+        for tokens in chains(500, 150):
+            keys, runs = keys_of(cache, tokens), runs_of(cache, tokens)
             if len(runs) == 3 and runs[0][2] is runs[2][2]:
                 break
         assert store(cache, tokens) == len(tokens)
-        for place in (599, 550, 512, 300, 64, 40):
+        for place in (149, 140, 128, 100, 64, 40):
             for server in {server for *_, server in runs}:
                 server.delete(cache._chains._store_keys(keys[place : place + 1]))
             assert (cache.match(tokens), read(cache, tokens)) == (place, place)
@@ -90,6 +90,10 @@ def test_match_ends_within_the_second_part_of_a_daemon(three: list[DaemonProcess
 
 def keys_of(cache: TokenCache, tokens: Sequence[int]) -> list[BlockKey]:
     return cache._keys.of((), tokens)
+
+
+def runs_of(cache: TokenCache, tokens: Sequence[int]) -> list[Run]:
+    return cache._chains._runs(keys_of(cache, tokens))
 
 
 def test_missing_daemon_costs_only_its_share(

@@ -12,6 +12,7 @@ from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.metrics import names, server_names
 from vllm_tiered_kv.metrics.histogram import Histogram
 from vllm_tiered_kv.metrics.recorder import Recorder, label_values, merge
+from vllm_tiered_kv.wire.codec import REQUESTS
 
 
 def test_totals_stay_and_changes_are_drained() -> None:
@@ -63,8 +64,9 @@ def test_a_histogram_counts_up_to_and_including_each_bound() -> None:
     histogram = Histogram(server_names.REQUEST_SECONDS)
     for seconds in (0.0, 0.001, 0.0011, 100.0):
         histogram.observe(seconds, "get")
-    histogram.observe(0.3, "put")
-    (get, counts, total), (put, *_) = histogram.snapshot()
+    histogram.observe(0.3, "put", times=2)
+    (get, counts, total), (put, put_counts, put_total) = histogram.snapshot()
+    assert (put_counts[-1], put_total) == (2, 0.6)
     assert (get, put) == (("get",), ("put",))
     by_bound = dict(zip((*names.SECONDS, "all"), counts, strict=True))
     assert (by_bound[0.0001], by_bound[0.001], by_bound[0.002]) == (1, 2, 3)
@@ -135,6 +137,13 @@ def test_counters_name_all_values_of_their_labels() -> None:
     assert {values[1] for values in names.DROPPED_BLOCKS.series} == {
         reason.value for reason in names.DropReason
     }
+
+
+def test_counters_of_the_daemon_name_all_values_of_their_labels() -> None:
+    for metric in server_names.ALL:
+        has_label = metric.kind is names.Kind.COUNTER and bool(metric.labels)
+        assert bool(metric.series) == has_label, metric.name
+    assert {op for (op,) in server_names.REQUESTS.series} == set(REQUESTS)
 
 
 def test_a_metric_without_labels_survives_the_way() -> None:

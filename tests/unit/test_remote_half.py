@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import pytest
+
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import StoreReport, TransferLedger
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens, plan_store
 from vllm_tiered_kv.config import StepLoads, TieredKVConfig
+from vllm_tiered_kv.connector.scheduler import remote_lookups
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
 from vllm_tiered_kv.connector.scheduler.load_planner import LoadPlanner
 from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
@@ -77,15 +80,15 @@ def placed(keys: list[BlockKey], *servers: Server | None) -> Servers:
 
 
 def test_runs_of_one_server_are_one_question() -> None:
-    keys = chain(700)
+    keys = chain(160)
     a, b = Server("a"), Server("b")
     runs = [
         (start, stop, s.address) for start, stop, s in placed_runs(placed(keys, a, a, b), keys, 5)
     ]
-    assert runs == [(5, 512, "a"), (512, 700, "b")]
+    assert runs == [(5, 128, "a"), (128, 160, "b")]
     assert list(placed_runs(placed(keys, a, None, b), keys, 0)) == [(0, 64, a)]
     assert list(placed_runs(placed(keys, None, a, b), keys, 0)) == []
-    assert list(placed_runs(placed(keys, a, a, b), keys, 700)) == []
+    assert list(placed_runs(placed(keys, a, a, b), keys, 160)) == []
 
 
 def ask(servers: Servers, keys: list[BlockKey], first: int = 0, timeout: float = 30.0):
@@ -100,22 +103,66 @@ def ask(servers: Servers, keys: list[BlockKey], first: int = 0, timeout: float =
 
 
 def test_a_lookup_goes_on_from_daemon_to_daemon_and_ends_at_the_first_gap() -> None:
-    keys = chain(700)
-    a, b = Server("a", set(keys)), Server("b", set(keys[:600]))
+    keys = chain(160)
+    a, b = Server("a", set(keys)), Server("b", set(keys[:150]))
     lookup, recorder, lookups = ask(placed(keys, a, a, b), keys, first=10)
     assert lookup.answer is not None
-    assert lookup.answer.positions() == [range(10, 600)]
+    assert lookup.answer.positions() == [range(10, 150)]
     assert [(s.start, s.stop, s.address) for s in lookup.answer.spans[0]] == [
-        (10, 512, "a"),
-        (512, 600, "b"),
+        (10, 128, "a"),
+        (128, 150, "b"),
     ]
-    assert a.asked == [502]
+    assert a.asked == [118]
     assert recorder.total(names.LOOKUPS, "remote", "hit") == 1
     lookups.close()
 
 
+@pytest.mark.parametrize("gap", [0, 63, 64, 127, 128, 200, 255, 256, 299])
+def test_a_lookup_asks_each_daemon_once_for_all_its_runs(gap: int) -> None:
+    keys = chain(300)
+    a, b = (Server(name, set(keys) - {keys[gap]}) for name in "ab")
+    lookup, _, lookups = ask(placed(keys, a, b, a, b, a), keys)
+    assert lookup.answer is not None
+    assert lookup.answer.positions() == [range(gap)]
+    found = [n for s in lookup.answer.spans[0] for n in range(s.start, s.stop)]
+    assert found == list(range(gap))
+    assert a.asked == [64 + 64 + 44]
+    assert b.asked == ([] if gap < 64 else [64 + 64])
+    lookups.close()
+
+
+def test_a_lookup_asks_several_daemons_at_the_same_time() -> None:
+    keys = chain(64 * 6)
+    servers = [Server(name, set(keys)) for name in "abcdef"]
+    together = threading.Barrier(5)
+    for server in servers[1:]:
+        server.answers = SimpleNamespace(wait=lambda _: together.wait(30) >= 0)  # type: ignore[assignment]
+    lookup, _, lookups = ask(placed(keys, *servers), keys)
+    assert lookup.answer is not None
+    assert lookup.answer.positions() == [range(64 * 6)]
+    assert [len(server.asked) for server in servers] == [1] * 6
+    lookups.close()
+
+
+def test_questions_of_a_long_chain_are_limited_and_count_their_columns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_lookups, "_MAX_KEYS_PER_QUESTION", 100)
+    a, b = Server("a"), Server("b")
+    runs = [(5, 64, a), (64, 128, b), (128, 160, a), (160, 500, b)]
+    questions, parts = remote_lookups._questions(runs)  # type: ignore[arg-type]
+    assert parts[:3] == [(0, 0, range(5, 64)), (1, 0, range(64, 128)), (0, 59, range(128, 160))]
+    assert [n for *_, part in parts for n in part] == list(range(5, 500))
+    for number, column, part in parts:
+        server, of_question = questions[number]
+        positions = [n for each in of_question for n in each]
+        assert positions[column : column + len(part)] == list(part)
+        assert len(positions) <= 100
+        assert (server.address == "a") == (part.start in (5, 128))
+
+
 def test_a_gap_on_the_first_daemon_leaves_the_second_in_peace() -> None:
-    keys = chain(700)
+    keys = chain(160)
     a, b = Server("a", set(keys) - {keys[100]}), Server("b", set(keys))
     lookup, _, lookups = ask(placed(keys, a, a, b), keys)
     assert lookup.answer is not None
@@ -437,6 +484,17 @@ def test_without_a_daemon_nothing_is_pinned() -> None:
     assert tiers.writes.take() == []
     assert not tiers.index.pinned_slots()
     assert tiers.dropped(DropReason.UNAVAILABLE) == 3
+
+
+def test_blocks_that_wait_while_their_daemon_goes_down_are_told_from_refused_ones() -> None:
+    tiers = Tiers(slots=8, queue_blocks=1)
+    tiers.store(0, 3)
+    (job,) = tiers.writes.take()
+    tiers.servers.by_anchor = dict.fromkeys(tiers.servers.by_anchor)
+    tiers.ledger.report_put(job.job_id, [StoreReport(0, DropReason.UNAVAILABLE)])
+    assert tiers.writes.take() == []
+    assert tiers.dropped(DropReason.UNAVAILABLE) == 3
+    assert not tiers.index.pinned_slots()
 
 
 def test_a_reset_while_blocks_are_sent_frees_them_afterwards() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
 from tests.patience import eventually
-from tests.remote.faulty_daemon import FaultyDaemon
+from tests.remote.faulty_daemon import FaultyDaemon, Frames, framed
 from vllm_tiered_kv.cache.ledger import StoreReport
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector.identity.shard import Holding, Shard, holding_of
@@ -32,8 +32,10 @@ from vllm_tiered_kv.core.transfer import PutJob, RemoteTransfer, int64_array
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
 from vllm_tiered_kv.errors import ArenaError, CudaError
+from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.remote.address import EngineIdentity
 from vllm_tiered_kv.remote.store import RemoteStore
+from vllm_tiered_kv.wire.messages import Put, PutReply, Request, put_codes
 
 
 def chain(count: int) -> list[BlockKey]:
@@ -192,6 +194,46 @@ def test_a_load_that_breaks_gives_back_what_it_leased(daemon: DaemonProcess) -> 
     store.close()
 
 
+def writer_to(
+    store: RemoteStore, address: str, regions: SharedRegions, arena: Arena, timeout_s: float
+) -> PutWorker:
+    shard = Shard(bytes(32), RankTag(), {0: 4096})
+    return PutWorker(
+        {address: store},
+        shard,
+        regions,
+        arena,
+        lambda group_id, slots: slots * 4096,
+        timeout_s=timeout_s,
+        is_ours=lambda key: True,
+    )
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_a_put_that_a_daemon_refused_is_told_from_one_it_did_not_answer(is_heard: bool) -> None:
+    def drop(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames] | None:
+        if not isinstance(request, Put):
+            return None
+        results = put_codes([PutResult.DROPPED] * len(request.keys))
+        return [framed(request_id, PutReply(results))] if is_heard else []
+
+    with FaultyDaemon() as daemon:
+        daemon.fault = drop
+        store = RemoteStore(daemon.address, EngineIdentity(bytes(32), (4096,), "layout", "x"))
+        regions = SharedRegions({daemon.address: store}, None, None)
+        arena = Arena(4 * 4096)
+        writer = writer_to(store, daemon.address, regions, arena, 30 if is_heard else 0.5)
+        key = chain(1)[0]
+        for job in range(1, 4):  # one failure alone does not make a daemon unavailable
+            writer.write(PutJob(job, daemon.address, 0, int64_array([1]), (key,), (None,)))
+            (done,) = eventually(writer.poll)
+        reason = DropReason.REFUSED if is_heard else DropReason.UNAVAILABLE
+        assert done.report == StoreReport(0, reason)
+        writer.close()
+        regions.close()
+        store.close()
+
+
 def test_blocks_are_sent_through_memory_that_is_not_pinned_yet(
     daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,15 +245,7 @@ def test_blocks_are_sent_through_memory_that_is_not_pinned_yet(
     arena = Arena(4 * 4096)
     arena.bytes_at(4096, 4096)[:] = 7
     shard = Shard(bytes(32), RankTag(), {0: 4096})
-    writer = PutWorker(
-        {daemon.ipc: store},
-        shard,
-        regions,
-        arena,
-        lambda group_id, slots: slots * 4096,
-        timeout_s=30,
-        is_ours=lambda key: True,
-    )
+    writer = writer_to(store, daemon.ipc, regions, arena, 30)
     key = chain(9)[-1]
     writer.write(PutJob(1, daemon.ipc, 0, int64_array([1]), (key,), (None,)))
     assert eventually(writer.poll) == [PutDone(1, StoreReport(1))]

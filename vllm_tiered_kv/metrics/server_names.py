@@ -5,13 +5,29 @@ They appear on the daemon's own `/metrics` with the prefix `tiered_kv_server_`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from vllm_tiered_kv.core.store import PutResult
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.errors import ErrorCode
 from vllm_tiered_kv.metrics.names import SECONDS, Kind, Metric
 
 PREFIX = "tiered_kv_server_"
 
+_MEMORY, _SSD, _BACKING = Tier.MEMORY.value, Tier.SSD.value, Tier.BACKING.value
+_OPS = (
+    *("hello", "match", "contains", "get", "put", "pin", "delete", "flush", "info", "stats"),
+    *("lend", "borrow", "release", "reserve", "seal"),
+)
 
-def _counter(name: str, help: str, *labels: str) -> Metric:
-    return Metric(name, Kind.COUNTER, labels, help, PREFIX)
+
+def _counter(name: str, help: str) -> Metric:
+    return Metric(name, Kind.COUNTER, (), help, PREFIX)
+
+
+def _counter_by(name: str, help: str, label: str, values: Iterable[str]) -> Metric:
+    series = tuple((value,) for value in values)
+    return Metric(name, Kind.COUNTER, (label,), help, PREFIX, series)
 
 
 def _gauge(name: str, help: str, *labels: str) -> Metric:
@@ -22,39 +38,62 @@ def _histogram(name: str, help: str, *labels: str) -> Metric:
     return Metric(name, Kind.HISTOGRAM, labels, help, PREFIX, buckets=SECONDS)
 
 
-HITS = _counter(
-    "hit_blocks", "Requested blocks that were found, by the tier that held them.", "tier"
+HITS = _counter_by(
+    "hit_blocks",
+    "Requested blocks that were found, by the tier that held them.",
+    "tier",
+    (_MEMORY, _SSD, _BACKING),
 )
 MISSES = _counter(
     "missed_blocks",
     "Requested blocks that no tier held; a lookup counts all blocks from its first gap on.",
 )
-PUTS = _counter("put_blocks", "Blocks offered by clients, by result.", "result")
-PROMOTED = _counter("promoted_blocks", "Blocks read from a slower tier into memory.", "tier")
-NOT_PROMOTED = _counter(
+PUTS = _counter_by(
+    "put_blocks",
+    "Blocks offered by clients, by result.",
+    "result",
+    (result.name.lower() for result in PutResult),
+)
+PROMOTED = _counter_by(
+    "promoted_blocks", "Blocks read from a slower tier into memory.", "tier", (_SSD, _BACKING)
+)
+NOT_PROMOTED = _counter_by(
     "not_promoted_blocks",
     "Blocks found in a slower tier while memory had no room for them.",
     "tier",
+    (_SSD, _BACKING),
 )
-NOT_WRITTEN = _counter(
+NOT_WRITTEN = _counter_by(
     "not_written_blocks",
     "Blocks that a slower tier did not take because its write queue was full.",
     "tier",
+    (_SSD, _BACKING),
 )
-EVICTED = _counter("evicted_blocks", "Blocks evicted to make room.", "tier")
-DAMAGED = _counter(
-    "damaged_blocks", "Blocks that could not be read or failed their checksum.", "tier"
+EVICTED = _counter_by("evicted_blocks", "Blocks evicted to make room.", "tier", (_MEMORY, _SSD))
+DAMAGED = _counter_by(
+    "damaged_blocks",
+    "Blocks that could not be read or failed their checksum.",
+    "tier",
+    (_SSD, _BACKING),
 )
-NOT_KEPT = _counter(
-    "failed_writes", "Blocks that a tier could not write or had no room for.", "tier"
+NOT_KEPT = _counter_by(
+    "failed_writes",
+    "Blocks that a tier could not write or had no room for.",
+    "tier",
+    (_SSD, _BACKING),
 )
 BACKING_LATE = _counter(
     "backing_timeouts",
     "Calls to the backing tier that got no answer in time, or were not made because it does "
     "not answer.",
 )
-REQUESTS = _counter("requests", "Requests received, by op.", "op")
-ERRORS = _counter("errors", "Requests answered with an error, by code.", "code")
+REQUESTS = _counter_by("requests", "Requests received, by op.", "op", _OPS)
+ERRORS = _counter_by(
+    "errors",
+    "Requests answered with an error, by code.",
+    "code",
+    (code.value for code in ErrorCode),
+)
 BYTES_IN = _counter("received_bytes", "Bytes of requests: headers and payload.")
 BYTES_OUT = _counter("sent_bytes", "Bytes of replies: headers and payload.")
 CLIENTS_DROPPED = _counter(
@@ -87,6 +126,11 @@ ATTACHMENTS = _gauge("attached_processes", "Processes that have mapped the memor
 NAMESPACES = _gauge("namespaces", "Namespaces whose block sizes and layout are known.")
 LEASES = _gauge("leases", "Slots leased for reading or reserved for writing by attached processes.")
 LEASED_BYTES = _gauge("leased_bytes", "Bytes of the leased and reserved slots.")
+SILENT_LEASED_BYTES = _gauge(
+    "silent_leased_bytes",
+    "The part of these bytes held by processes that have sent nothing for `stall_timeout`; "
+    "`status` names them.",
+)
 PINS = _gauge("pins", "Blocks pinned by clients.")
 PINNED_BYTES = _gauge("pinned_bytes", "Bytes of the pinned blocks.")
 REPLY_BYTES = _gauge("reply_bytes", "Bytes of blocks in flight to clients.")
@@ -147,6 +191,7 @@ ALL: tuple[Metric, ...] = (
     NAMESPACES,
     LEASES,
     LEASED_BYTES,
+    SILENT_LEASED_BYTES,
     PINS,
     PINNED_BYTES,
     REPLY_BYTES,

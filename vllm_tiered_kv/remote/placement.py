@@ -4,18 +4,24 @@ Placement uses rendezvous hashing: every address gets a score for each anchor ke
 score wins. All engines with the same addresses agree without communication, and adding or removing
 a daemon moves only its own share of the blocks.
 
-Consecutive blocks of a chain go to the same daemon, so that one query covers many of them. But many
-chains share their first blocks: if the first block alone chose the daemon, a common system prompt
-would put all conversations on one. So the daemon is chosen again at a few later positions, the
-anchors; a lookup rarely needs more than two or three queries.
+Runs of consecutive blocks are on one daemon. The first block of a run is its anchor, whose key
+chooses the daemon.
+
+Runs are short because chains share their first blocks. The run in which chains separate has one
+anchor for all of them, and so one daemon: with a system prompt that all conversations share, it
+holds the rest of this run of every conversation. If runs were long, that daemon would hold almost
+all blocks that are not shared, and the others almost none. A lookup asks each daemon once for all
+its runs, so that short runs do not cost a query each.
 """
 
 from __future__ import annotations
 
 import bisect
-import functools
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.native.cpu import xxh3_64
@@ -25,24 +31,24 @@ from vllm_tiered_kv.remote.store import RemoteStore
 
 _Key = TypeVar("_Key", bound=bytes)
 
-ANCHORS = (0, 64, 512, 4096)
-"""Positions in a chain at which the key chooses the daemon for the blocks from there on."""
+RUN_BLOCKS = 64
+"""Blocks of a run. Only clients with runs of the same length find each other's blocks."""
+
+_MAX_CACHED_ORDERS = 1024  # of 256 addresses each: 2 MiB
 
 
-@functools.lru_cache(maxsize=1 << 16)  # called for each block whose store is deferred
 def anchor_position(position: int) -> int:
     """Returns the position of the anchor that places the block at `position`."""
     if position < 0:
         raise ValueError(f"the position of a block in its chain is negative: {position}")
-    return ANCHORS[bisect.bisect_right(ANCHORS, position) - 1]
+    return position - position % RUN_BLOCKS
 
 
 def spans(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
     """Splits the positions [start, stop) by anchor; yields (anchor, start, stop) of each run."""
     while start < stop:
         anchor = anchor_position(start)
-        after = bisect.bisect_right(ANCHORS, start)
-        end = min(stop, ANCHORS[after]) if after < len(ANCHORS) else stop
+        end = min(stop, anchor + RUN_BLOCKS)
         yield anchor, start, end
         start = end
 
@@ -67,17 +73,33 @@ class Placement:
             raise ConfigError("remote", "expected at least one address")
         if len(set(self.addresses)) != len(self.addresses):
             raise ConfigError("remote", "the same address is listed twice")
-        self._encoded = {address: address.encode() + b"\0" for address in self.addresses}
+        self._sorted = sorted(self.addresses)  # equal scores would rank by name
+        hashes = [xxh3_64(address.encode()) for address in self._sorted]
+        self._hashes = np.array(hashes, dtype=np.uint64)
+        self._orders: dict[bytes, tuple[str, ...]] = {}
 
-    def order(self, anchor: bytes) -> list[str]:
-        """Returns all addresses, best first."""
-        if len(self.addresses) == 1:
-            return list(self.addresses)
+    def order(self, anchor: bytes) -> tuple[str, ...]:
+        """Returns all addresses, best first. Any thread may call it."""
+        # Cached because the scheduler asks for every block that it sends, and the blocks of a run
+        # have one anchor.
+        order = self._orders.get(anchor)
+        if order is None:
+            if len(self.addresses) == 1:
+                return tuple(self.addresses)
+            scores = _mixed(self._hashes ^ np.uint64(xxh3_64(anchor)))
+            order = tuple(self._sorted[n] for n in np.argsort(~scores, kind="stable").tolist())
+            if len(self._orders) >= _MAX_CACHED_ORDERS:
+                self._orders.clear()
+            self._orders[anchor] = order
+        return order
 
-        def score(address: str) -> tuple[int, str]:
-            return xxh3_64(self._encoded[address] + anchor), address
 
-        return sorted(self.addresses, key=score, reverse=True)
+def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Returns 64-bit integers in which every bit depends on all bits of the value (the finalizer of
+    MurmurHash3)."""
+    values = (values ^ (values >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+    values = (values ^ (values >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+    return values ^ (values >> np.uint64(33))
 
 
 class Cluster:

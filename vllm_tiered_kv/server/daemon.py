@@ -54,7 +54,7 @@ from vllm_tiered_kv.server.tiers.demotion import Unwritten
 from vllm_tiered_kv.server.tiers.namespaces import Namespaces
 from vllm_tiered_kv.server.tiers.pins import Pins
 from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
-from vllm_tiered_kv.wire.limits import PROTOCOL_VERSION
+from vllm_tiered_kv.wire.limits import MAX_TEXT, PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ _IDLE_SESSION_S = 24 * 3600.0
 _REPLY_GRACE_S = 10.0  # for replies in flight when the daemon is told to stop
 _THREAD_RETRY_S = 1.0  # after no thread could be started
 _SLOW_LOOP_S = 15.0
+_MAX_SILENT_SHOWN = 20  # keeps the reply short
 _EXTRA_CONNECTIONS = 1024  # on top of sessions: a connection exists before and after its session
 
 
@@ -124,7 +125,7 @@ class Daemon:
         )
         self._outbox.disconnect = self._connections.disconnect
         self._outbox.read_disconnects = self._connections.read_monitors
-        self._leases = Leases(memory, self._limits)
+        self._leases = Leases(memory, self._limits, options.stall_timeout)
         self._pins = Pins(memory, self._limits)
         folder = Path(options.ssd) if options.ssd else None
         self._namespaces = Namespaces(folder, self._limits.namespaces)
@@ -174,6 +175,7 @@ class Daemon:
         for listener in self._listeners:
             self._gateway.serve(listener)
         reactor.every(0.2, self._pins.expire)
+        reactor.every(1.0, self._leases.log_silent)
         reactor.every(30.0, self._sessions.drop_idle)
         if options.http != "off":
             self._http = HttpServer(
@@ -312,6 +314,9 @@ class Daemon:
             "tiers": {tier: usage.capacity_bytes for tier, usage in self._store.usages().items()},
             "largest_block": self._limits.largest_block,
             "message_bytes": self._limits.message,
+            "silent_processes": [
+                one.held[:MAX_TEXT] for one in self._leases.silent()[:_MAX_SILENT_SHOWN]
+            ],
             "by_namespace": self._namespaces.rows(self._store.usages_by_namespace()),
         }
 
@@ -343,6 +348,8 @@ class Daemon:
         yield names.NAMESPACES, (), len(self._namespaces)
         yield names.LEASES, (), len(self._leases)
         yield names.LEASED_BYTES, (), self._leases.held_bytes
+        silent_bytes = sum(one.nbytes for one in self._leases.silent())
+        yield names.SILENT_LEASED_BYTES, (), silent_bytes
         yield names.PINS, (), len(self._pins)
         yield names.PINNED_BYTES, (), self._pins.held_bytes
         yield names.REPLY_BYTES, (), self._outbox.claimed_bytes

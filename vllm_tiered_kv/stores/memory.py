@@ -223,6 +223,23 @@ class MemoryStore:
                 self._index.touch(present)
             return held
 
+    def visit(self, keys: Sequence[StoreKey], use: Callable[[list[PinnedSlot]], bool]) -> bool:
+        """Passes blocks to `use` if all of them are readable, and returns its result, or False.
+
+        The blocks are valid during the call only: instead of a pin, this store's lock protects
+        them. If `use` returns True, it counts as a use of the blocks.
+        """
+        readable = self._readable
+        with self._lock:
+            try:
+                blocks = [readable[key] for key in keys]
+            except KeyError:
+                return False
+            is_used = use(blocks)
+            if is_used:
+                self._index.touch(keys)
+            return is_used
+
     def hold_head(
         self, keys: Sequence[StoreKey], endings: Sequence[bytes], nbytes: int, max_blocks: int
     ) -> list[PinnedSlot]:

@@ -19,7 +19,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -27,7 +27,7 @@ from vllm_tiered_kv.connector.scheduler.window_search import WindowSearch
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.store import store_key
 from vllm_tiered_kv.core.tiers import Tier
-from vllm_tiered_kv.core.transfer import LeasedBlocks, int64_array
+from vllm_tiered_kv.core.transfer import LeasedBlocks, int64_array, pick
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import LookupOutcome
 from vllm_tiered_kv.metrics.recorder import Recorder
@@ -39,6 +39,7 @@ from vllm_tiered_kv.remote.store import RemoteStore
 logger = logging.getLogger(__name__)
 
 _MAX_KEYS_PER_QUESTION = 16384
+_QUESTIONS_AT_ONCE = 8
 _MAX_STEP_WAIT_S = 0.002
 """Time that one step may wait in total for answers of daemons on this host."""
 _SPEEDS_RETRY_S = 1.0
@@ -146,6 +147,31 @@ def _split_leased(
         yield RemoteSpan(middle, positions.stop, address, by_tier=rest)
 
 
+def _questions(
+    runs: Iterable[tuple[int, int, RemoteStore]],
+) -> tuple[list[tuple[RemoteStore, list[range]]], list[tuple[int, int, range]]]:
+    """Collects the runs of each daemon into questions of limited length.
+
+    Returns the questions, each a daemon and its positions, and for all parts in order the index of
+    their question, of their first position within it, and their positions.
+    """
+    questions: list[tuple[RemoteStore, list[range]]] = []
+    parts: list[tuple[int, int, range]] = []
+    latest: dict[str, tuple[int, int]] = {}  # by address: a question and its length so far
+    for start, stop, server in runs:
+        address = str(server.address)
+        for begin in range(start, stop, _MAX_KEYS_PER_QUESTION):
+            part = range(begin, min(stop, begin + _MAX_KEYS_PER_QUESTION))
+            number, length = latest.get(address, (-1, 0))
+            if number < 0 or length + len(part) > _MAX_KEYS_PER_QUESTION:
+                number, length = len(questions), 0
+                questions.append((server, []))
+            questions[number][1].append(part)
+            parts.append((number, length, part))
+            latest[address] = number, length + len(part)
+    return questions, parts
+
+
 def _release(spans: Sequence[RemoteSpan]) -> None:
     for span in spans:
         if span.lease is not None:
@@ -175,6 +201,8 @@ class RemoteLookups:
         self._pin_ms = int(pin_s * 1000)
         self._recorder = recorder
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tiered-kv-lookup")
+        # Threads start when a prompt is on several daemons.
+        self._askers = ThreadPoolExecutor(_QUESTIONS_AT_ONCE, thread_name_prefix="tiered-kv-ask")
         self.answers: deque[tuple[int, int]] = deque(maxlen=64)
         """Blocks asked for and blocks found, of the last answers, dropped lookups included."""
         self._step_wait_left_s = 0.0
@@ -297,6 +325,7 @@ class RemoteLookups:
         """Releases all leases; no load may be in flight."""
         self._closing = True
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._askers.shutdown(wait=True)
         for local_daemon in self._local_daemons.values():
             local_daemon.close()
 
@@ -424,22 +453,45 @@ class RemoteLookups:
 
     def _present(self, keys: list[BlockKey], deadline: float) -> list[bool]:
         present = [False] * len(keys)
+        shares: dict[str, tuple[RemoteStore, list[int]]] = {}
         for start, stop, server in placed_runs(self._cluster, keys, 0):
-            present[start:stop] = server.contains_all(keys[start:stop], self._ranks, deadline)
+            shares.setdefault(str(server.address), (server, []))[1].extend(range(start, stop))
+        for server, positions in shares.values():
+            found = server.contains_all(pick(keys, positions), self._ranks, deadline)
+            for position, is_present in zip(positions, found, strict=True):
+                present[position] = is_present
         return present
 
     def _ask_group(
         self, keys: list[BlockKey], first: int, nbytes: int, deadline: float
     ) -> Iterator[RemoteSpan]:
-        for start, stop, server in placed_runs(self._cluster, keys, first):
-            for begin in range(start, stop, _MAX_KEYS_PER_QUESTION):
-                end = min(stop, begin + _MAX_KEYS_PER_QUESTION)
-                count, lease, by_tier = self._match(server, keys[begin:end], nbytes, deadline)
-                yield from _split_leased(
-                    range(begin, begin + count), 0, str(server.address), lease, by_tier
-                )
-                if count < end - begin:
-                    return
+        """Yields what daemons hold without a gap. A daemon is asked when its first run is reached,
+        for all its runs at once."""
+        answers: dict[int, tuple[int, LookupLease | None, Mapping[Tier, int]]] = {}
+        questions, parts = _questions(placed_runs(self._cluster, keys, first))
+
+        def ask(number: int) -> tuple[int, LookupLease | None, Mapping[Tier, int]]:
+            server, of_question = questions[number]
+            some = [key for each in of_question for key in keys[each.start : each.stop]]
+            return self._match(server, some, nbytes, deadline)
+
+        for number, column, part in parts:
+            if number not in answers:
+                # The first alone, because it is all that an unknown prompt costs. The others a few
+                # at a time, because a long prompt is on many daemons. Those on this host answer at
+                # once, and their leases must not be lost behind a gap.
+                ahead = range(number, min(number + _QUESTIONS_AT_ONCE, len(questions)))
+                together = [n for n in ahead if not _is_local(questions[n][0])]
+                if number == 0 or number not in together or len(together) == 1:
+                    answers[number] = ask(number)
+                else:
+                    answers.update(zip(together, self._askers.map(ask, together), strict=True))
+            count, lease, by_tier = answers[number]
+            held = range(part.start, min(part.stop, part.start + max(0, count - column)))
+            address = str(questions[number][0].address)
+            yield from _split_leased(held, column, address, lease, by_tier)
+            if len(held) < len(part):
+                return
 
     def _match(
         self, server: RemoteStore, keys: list[BlockKey], nbytes: int, deadline: float

@@ -178,6 +178,7 @@ class Connections:
             peer = Peer(connection.listener, connection.identity)
             if self._by_peer.get(peer) == descriptor:
                 del self._by_peer[peer]
+                self._network.mark_departed(peer)
                 self.on_closed(peer)
 
     def _add(self, listener: Listener, descriptor: int) -> None:
@@ -252,12 +253,18 @@ class Connections:
         if network.total <= network.limit:
             return
         weights: list[tuple[float, int, _Connection, Peer]] = []
+        connected = 0
         for descriptor, one in self._open.items():
             peer = Peer(one.listener, one.identity or b"")
-            weight = one.unfinished * (1 + one.unfinished_s) + network.held_by(peer)
+            held = network.held_by(peer)
+            connected += one.unfinished + held
+            weight = one.unfinished * (1 + one.unfinished_s) + held
             weights.append((weight, descriptor, one, peer))
+        # What clients have left behind does not end with the connections of others: these keep
+        # half of the limit, instead of being disconnected in vain.
+        limit = max(network.limit, network.total - connected + network.limit // 2)
         for _, descriptor, one, peer in sorted(weights, key=lambda entry: -entry[0]):
-            if network.total <= network.limit:
+            if network.total <= limit:
                 break
             network.unfinished -= one.unfinished
             network.mark_disconnected(peer)

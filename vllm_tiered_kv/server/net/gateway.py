@@ -32,12 +32,14 @@ from vllm_tiered_kv.server.requests.handlers import Handlers
 from vllm_tiered_kv.server.shm.leases import Leases
 from vllm_tiered_kv.server.tiers.namespaces import Namespaces
 from vllm_tiered_kv.wire.codec import UNREADABLE_ID, decode_request, encode_reply
+from vllm_tiered_kv.wire.header import peek_request_id
 from vllm_tiered_kv.wire.limits import PROTOCOL_VERSION
-from vllm_tiered_kv.wire.messages import BORROW_CAPABILITY, ErrorReply, Hello, HelloReply
+from vllm_tiered_kv.wire.messages import BORROW_CAPABILITY, ErrorReply, Get, Hello, HelloReply
 
 logger = logging.getLogger(__name__)
 
 CAPABILITIES = ("streaming", "pins")
+_PENDING_READ_BYTES = 8192  # more than `request_cost` of a read that is answered at once
 ARENA_CAPABILITIES = ("shared_memory", BORROW_CAPABILITY)
 
 
@@ -77,6 +79,7 @@ class Gateway:
         self._capabilities = list(capabilities)
         self._durations = durations
         self._counts: Counter[str] = Counter()  # requests of this turn by op
+        self._at_once = 0  # reads of this turn that were answered without a `Call`
         self.is_closing = False
         outbox.on_client_lost = self._drop_client
         connections.on_client_shed = self._drop_client
@@ -88,24 +91,53 @@ class Gateway:
 
     def _receive(self, listener: Listener, receiver: Receiver) -> None:
         receiver.begin_turn()
-        nbytes = 0
+        begun_at = time.monotonic()
+        nbytes = messages = 0
+        self._at_once = 0
         self._counts.clear()
         while (message := receiver.next()) is not None:
             peer = Peer(listener, message.identity)
             self._connections.message_received(peer, message)
             nbytes += message.nbytes
+            messages += 1
             try:
                 if message.fault is not None:
                     raise message.fault
-                self._handle(peer, message.frames)
+                if not self._answer_from_memory(peer, message.frames):
+                    self._handle(peer, message.frames)
             except ProtocolError as error:
                 self._refuse(peer, error)
             except Exception:
                 logger.exception("cannot handle a message because of an internal error")
-                self._refuse(peer, ProtocolError(ErrorCode.INTERNAL, "the daemon failed"))
+                request_id = peek_request_id(message.frames[0].buffer) if message.frames else None
+                failed = ProtocolError(ErrorCode.INTERNAL, "the daemon failed", request_id)
+                self._refuse(peer, failed)
         self._recorder.add(names.BYTES_IN, nbytes)
         for op, count in self._counts.items():
             self._recorder.add(names.REQUESTS, count, op)
+        if self._at_once:  # a clock for each would cost more than it tells
+            mean_s = (time.monotonic() - begun_at) / messages
+            self._durations.observe(mean_s, Get.op, times=self._at_once)
+
+    def _answer_from_memory(self, peer: Peer, frames: Sequence[zmq.Frame]) -> bool:
+        """Answers a read that has to wait for nothing, without most steps of `_handle`. If it
+        returns False, nothing has happened, and `_handle` answers."""
+        if len(frames) != 1 or self.is_closing:
+            return False
+        try:
+            session = self._sessions.find(peer, self._user(peer, frames[0]))
+        except ProtocolError:
+            return False
+        if (
+            session is None
+            or session.in_flight >= self._limits.requests_per_session
+            or not self._network.has_room(_PENDING_READ_BYTES)
+            or not self._handlers.transfers.answer_from_memory(session, frames[0].buffer)
+        ):
+            return False
+        self._counts[Get.op] += 1
+        self._at_once += 1
+        return True
 
     def _handle(self, peer: Peer, frames: Sequence[zmq.Frame]) -> None:
         if not frames:
@@ -123,6 +155,8 @@ class Gateway:
             session = self._sessions.find(peer, user)
             if session is None:
                 raise ProtocolError(ErrorCode.NO_HELLO, "this connection has no session; say hello")
+            if session.attachment is not None:
+                self._leases.was_seen(session.attachment)
             session.require_inflight_room(self._limits.requests_per_session)
             cost = request_cost(len(header), request)
             self._network.admit_request(peer, cost)

@@ -2,8 +2,9 @@
 
 A pinned block cannot be evicted, so every kind of pin is limited to a share of the memory tier:
 pins of clients 1/8, leases 1/2, write-behind queues 1/4. The remaining 1/8 is left to ordinary
-puts, whatever clients hold and however slow the disk is. Replies are not included: they end by
-themselves, or with the connection of a client that does not read them.
+puts, whatever clients hold and however slow the disk is. Each process may use two thirds of what
+the others leave of the leases. Replies are not included: they end by themselves, or with the
+connection of a client that does not read them.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class ClientLimits:
             puts=max(2 * message, min(memory_bytes // 2, 1 << 30)),
             pins=memory_bytes // 8,
             leases=memory_bytes // 2,
-            lookup_leases=memory_bytes // 4,
+            lookup_leases=memory_bytes * 3 // 8,  # a single process gets a quarter of the memory
         )
 
     def within(self, network: int) -> ClientLimits:

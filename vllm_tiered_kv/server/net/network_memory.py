@@ -34,6 +34,8 @@ class NetworkMemory:
         self._held: dict[Peer, int] = {}
         self._requests: dict[Peer, int] = {}  # included in `_held`
         self._disconnected: set[Peer] = set()  # not counted: their memory is about to be freed
+        # Counted until their requests end, which may take as long as a slower tier does.
+        self._departed: set[Peer] = set()
         self._total = 0
         self.unfinished = 0  # bytes of unfinished messages inside zmq, as of the last check
         self.on_excess: Callable[[], None] = lambda: None
@@ -46,6 +48,9 @@ class NetworkMemory:
     def held_by(self, peer: Peer) -> int:
         """How much memory disconnecting this client would free."""
         return 0 if peer in self._disconnected else self._held.get(peer, 0)
+
+    def has_room(self, nbytes: int) -> bool:
+        return self._total + self.unfinished + nbytes <= self.limit
 
     def hold(self, peer: Peer, nbytes: int) -> None:
         self._held[peer] = self._held.get(peer, 0) + nbytes
@@ -63,6 +68,12 @@ class NetworkMemory:
         else:
             del self._held[peer]
             self._disconnected.discard(peer)
+            self._departed.discard(peer)
+
+    def mark_departed(self, peer: Peer) -> None:
+        """The client has closed its connection by itself."""
+        if peer in self._held:
+            self._departed.add(peer)
 
     def mark_disconnected(self, peer: Peer) -> None:
         """The client's connection has been closed."""
@@ -72,6 +83,7 @@ class NetworkMemory:
 
     def mark_reconnected(self, peer: Peer) -> None:
         """The client has connected again with the same identity."""
+        self._departed.discard(peer)
         if peer in self._disconnected:
             self._disconnected.discard(peer)
             self._total += self._held[peer]
@@ -86,7 +98,9 @@ class NetworkMemory:
                 f"requests in flight of this session use {mine} bytes already; wait for replies",
             )
         if self._total + self.unfinished + nbytes > self.limit:
-            largest = max((self.held_by(one) for one in self._held), default=0)
+            # Clients that have left cannot be disconnected, so they make no room for this one.
+            connected = self._held.keys() - self._departed
+            largest = max(map(self.held_by, connected), default=0)
             held = self._held.get(peer, 0)
             if nbytes > largest or (held and held + nbytes >= largest):
                 raise ProtocolError(

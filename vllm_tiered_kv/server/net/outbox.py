@@ -36,7 +36,8 @@ from vllm_tiered_kv.wire.messages import ErrorReply
 
 logger = logging.getLogger(__name__)
 
-_COPY_BYTES = 64 << 10  # smaller payloads are copied: tracking them would cost more
+COPY_BYTES = 64 << 10
+"""Payloads of at most this size are copied: tracking them would cost more."""
 _TRACK_BYTES = 256 << 10  # after copying this much for a client, track whether it reads
 _MESSAGE_BYTES = 512  # overhead of a message in memory
 _MIN_POLL_S = 0.001
@@ -222,6 +223,16 @@ class Outbox:
         has_unread = bool(queue.waiting or queue.in_zmq)
         return has_unread and queue.last_progress < now - self._stall_s
 
+    def send_copies(
+        self, peer: Peer, header: bytes, payload: Sequence[memoryview], payload_bytes: int
+    ) -> bool:
+        """Sends a copy of small blocks, which need neither a claim nor a pin. Returns False, and
+        sends nothing, if the reply would have to wait or the client is gone."""
+        queue = self._queues.get(peer)
+        if queue is not None and queue.waiting:
+            return False
+        return not self._give_to_zmq(peer, header, payload, payload_bytes, ())
+
     def _try_send(
         self,
         peer: Peer,
@@ -232,19 +243,9 @@ class Outbox:
     ) -> bool:
         """False if the client must read something first. Reports a client that is gone."""
         payload_bytes = sum([block.nbytes for block in payload])
-        is_small = payload_bytes <= _COPY_BYTES
-        copied = self._copied.get(peer, 0) + _MESSAGE_BYTES + len(header) + is_small * payload_bytes
-        ticket = 0
-        if not is_small or copied > _TRACK_BYTES:
-            ticket = self._last_ticket = self._last_ticket + 1
-        error = self._sender.send(
-            peer.listener.socket.underlying,
-            peer.identity,
-            header,
-            [block.view for block in payload],
-            is_small,
-            ticket,
-        )
+        is_small = payload_bytes <= COPY_BYTES
+        views = [block.view for block in payload]
+        error = self._give_to_zmq(peer, header, views, payload_bytes, () if is_small else payload)
         if error == zmq.EAGAIN:
             return False
         if error:
@@ -254,21 +255,46 @@ class Outbox:
                 self.on_client_lost(peer, "it has disconnected")
             else:
                 logger.warning("cannot send a reply: %s", zmq.strerror(error))
-            return True
-        self._sent_bytes += len(header) + payload_bytes
-        if ticket:
-            self._copied[peer] = 0
-            self._tickets[ticket] = peer
-            queue.in_zmq[ticket] = (() if is_small else payload, copied)
-            self._network.hold(peer, copied)
-            queue.last_progress = time.monotonic()
-            self._busy.add(peer)
-            self._poll_delay_s = _MIN_POLL_S
-        else:
-            self._copied[peer] = copied
-        if is_small:
+        elif is_small:
             self.release_claimed(peer, payload)  # last, because it forgets an idle queue
         return True
+
+    def _give_to_zmq(
+        self,
+        peer: Peer,
+        header: bytes,
+        payload: Sequence[memoryview],
+        payload_bytes: int,
+        pinned: Sequence[PinnedSlot],
+    ) -> int:
+        """Sends a reply and returns 0, or zmq's error. The payload is copied, unless it is that of
+        `pinned` blocks, which zmq then references."""
+        copied = self._copied.get(peer, 0) + _MESSAGE_BYTES + len(header)
+        if not pinned:
+            copied += payload_bytes
+        ticket = 0
+        if pinned or copied > _TRACK_BYTES:
+            ticket = self._last_ticket = self._last_ticket + 1
+        error = self._sender.send(
+            peer.listener.socket.underlying, peer.identity, header, payload, not pinned, ticket
+        )
+        if error:
+            return error
+        self._sent_bytes += len(header) + payload_bytes
+        if not ticket:
+            self._copied[peer] = copied
+            return 0
+        self._copied[peer] = 0
+        self._tickets[ticket] = peer
+        queue = self._queues.get(peer)
+        if queue is None:
+            queue = self._queues[peer] = _PeerQueue()
+        queue.in_zmq[ticket] = (pinned, copied)
+        self._network.hold(peer, copied)
+        queue.last_progress = time.monotonic()
+        self._busy.add(peer)
+        self._poll_delay_s = _MIN_POLL_S
+        return 0
 
     def _discard(
         self, peer: Peer, payload: Sequence[PinnedSlot], on_unsent: Callable[[], None] | None

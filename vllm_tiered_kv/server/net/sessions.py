@@ -52,21 +52,21 @@ class Session:
     in_flight: int = 0  # requests not yet answered
     is_open: bool = True
     largest_block: int = field(init=False)
-    _prefix: bytes = field(init=False)
+    key_prefix: bytes = field(init=False)  # of the store's keys
 
     def __post_init__(self) -> None:
         self.largest_block = max(self.shape.block_bytes, default=1)
-        self._prefix = key_prefix(self.namespace)
+        self.key_prefix = key_prefix(self.namespace)
 
     def key(self, wire_key: bytes) -> StoreKey:
-        return StoreKey(self._prefix + wire_key)
+        return StoreKey(self.key_prefix + wire_key)
 
     def keys(self, width: int, wire_keys: list[bytes]) -> list[StoreKey]:
         self.require_width(width)
         return self.prefixed(wire_keys)
 
     def prefixed(self, wire_keys: list[bytes]) -> list[StoreKey]:
-        prefix = self._prefix
+        prefix = self.key_prefix
         return cast("list[StoreKey]", [prefix + key for key in wire_keys])
 
     def parents(self, wire_keys: list[bytes | None]) -> list[StoreKey | None]:

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import cast
 
 from vllm_tiered_kv.core.store import StoreKey
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
-from vllm_tiered_kv.server.net.outbox import Outbox
+from vllm_tiered_kv.native.get_headers import pack_get_reply, read_get
+from vllm_tiered_kv.server.net.outbox import COPY_BYTES, Outbox
 from vllm_tiered_kv.server.net.reactor import Reactor
+from vllm_tiered_kv.server.net.sessions import Session
 from vllm_tiered_kv.server.requests.call import Call
 from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
 from vllm_tiered_kv.stores.memory import PinnedSlot
+from vllm_tiered_kv.wire.header import Buffer
 from vllm_tiered_kv.wire.messages import GetReply
 
 _BATCH_BLOCKS = 16
@@ -36,20 +41,47 @@ class Transfers:
         self.store = store
         self.outbox = outbox
         self.max_message_bytes = max_message_bytes
+        self._max_at_once = min(_BATCH_BYTES, max_message_bytes)
         self._waiting: deque[Transfer] = deque()
+        self._hits = 0  # not yet counted
         outbox.on_room_freed = self.pump
+        reactor.each_turn(self.count_hits)
 
     def start(self, call: Call, keys: Sequence[StoreKey], stream: bool) -> None:
-        if not self._answer_from_memory(call, keys):
-            Transfer(self, call, keys, stream).advance()
+        Transfer(self, call, keys, stream).advance()
 
-    def _answer_from_memory(self, call: Call, keys: Sequence[StoreKey]) -> bool:
-        """Answers in one message if that can hold all blocks and memory has them. A transfer would
-        do the same, but its bookkeeping costs several times as much as the answer."""
-        session, outbox = call.session, self.outbox
-        most = len(keys) * session.largest_block
-        if len(keys) > _BATCH_BLOCKS or most > min(_BATCH_BYTES, self.max_message_bytes):
+    def answer_from_memory(self, session: Session, header: Buffer) -> bool:
+        """Answers a request in one message if it is a `get` of a few blocks, memory has all of them
+        and nothing has to wait. Otherwise returns False, and nothing has happened. A transfer would
+        answer the same, but its bookkeeping costs several times as much as the answer."""
+        found = read_get(header, session.key_prefix, session.shape.key_bytes, _BATCH_BLOCKS)
+        if found is None:
             return False
+        request_id, keys = found
+        most = len(keys) * session.largest_block
+        if most > self._max_at_once:
+            return False
+        if most > COPY_BYTES:
+            return self._answer_pinned(session, request_id, cast("list[StoreKey]", keys), most)
+        return self.store.memory.visit(
+            cast("list[StoreKey]", keys), partial(self._send_copies, session, request_id)
+        )
+
+    def _send_copies(self, session: Session, request_id: int, blocks: Sequence[PinnedSlot]) -> bool:
+        lengths = [block.nbytes for block in blocks]
+        if not session.shape.block_bytes.issuperset(lengths):
+            return False
+        header = pack_get_reply(request_id, lengths, [block.checksum for block in blocks])
+        views = [block.view for block in blocks]
+        if not self.outbox.send_copies(session.peer, header, views, sum(lengths)):
+            return False
+        self._hits += len(blocks)
+        return True
+
+    def _answer_pinned(
+        self, session: Session, request_id: int, keys: Sequence[StoreKey], most: int
+    ) -> bool:
+        outbox = self.outbox
         if not outbox.claim(session.peer, most):
             return False
         blocks = self.store.hold_all(keys)
@@ -62,9 +94,16 @@ class Transfers:
             outbox.unclaim(session.peer, most)
             return False
         outbox.unclaim(session.peer, most - sum(lengths))
-        checksums = [block.checksum for block in blocks]
-        call.reply(GetReply(list(range(len(blocks))), lengths, checksums), blocks)
+        header = pack_get_reply(request_id, lengths, [block.checksum for block in blocks])
+        outbox.send(session.peer, header, blocks)
+        self._hits += len(blocks)
         return True
+
+    def count_hits(self) -> None:
+        """Records the hits so far. Called every turn, and before someone asks for them."""
+        if self._hits:
+            self.store.count_hits(self._hits)
+            self._hits = 0
 
     def wait(self, transfer: Transfer) -> None:
         self._waiting.append(transfer)

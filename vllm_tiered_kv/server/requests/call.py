@@ -68,11 +68,13 @@ class Call:
     ) -> None:
         """Sends the final reply. Takes over the claimed blocks; calls `on_unsent` if the reply can
         never be sent."""
-        if not self.is_answered:
-            self.is_answered = True
-            self.session.in_flight -= 1
-            self._on_end()
-            self.stream_part(reply, payload, on_unsent)
+        if self.is_answered:
+            return
+        header = self._encode(reply)  # first: if it fails, the request still gets an error
+        self.is_answered = True
+        self.session.in_flight -= 1
+        self._on_end()
+        self._send(header, payload, on_unsent)
 
     def stream_part(
         self,
@@ -81,8 +83,19 @@ class Call:
         on_unsent: Callable[[], None] | None = None,
     ) -> None:
         """Sends one message of a stream."""
-        if self.session.is_open:
-            header = encode_reply(self.request_id, reply)
+        self._send(self._encode(reply), payload, on_unsent)
+
+    def _encode(self, reply: Reply) -> bytes:
+        """Empty if nobody waits for it."""
+        return encode_reply(self.request_id, reply) if self.session.is_open else b""
+
+    def _send(
+        self,
+        header: bytes,
+        payload: Sequence[PinnedSlot],
+        on_unsent: Callable[[], None] | None,
+    ) -> None:
+        if self.session.is_open and header:
             self._replies.send(self.session.peer, header, payload, on_unsent)
         else:
             self._replies.release_claimed(self.session.peer, payload)

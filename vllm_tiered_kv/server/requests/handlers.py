@@ -95,7 +95,7 @@ class Handlers:
             Delete: self._delete,
             Flush: self._flush,
             Info: lambda call, request, payload: call.reply(InfoReply(self._info())),
-            Stats: lambda call, request, payload: call.reply(StatsReply(self._stats())),
+            Stats: self._report,
             Pin: lambda call, request, payload: pins.pin(call, request),
             Lend: lambda call, request, payload: arena.lend(call, request),
             Borrow: lambda call, request, payload: arena.borrow(call, request),
@@ -190,6 +190,10 @@ class Handlers:
             call.reply_from_thread(lambda: PutReply(codes))
 
         self._store.put(items, request.durability, done, copied)
+
+    def _report(self, call: Call, request: Stats, payload: Sequence[memoryview]) -> None:
+        self.transfers.count_hits()
+        call.reply(StatsReply(self._stats()))
 
     def _delete(self, call: Call, request: Delete, payload: Sequence[memoryview]) -> None:
         call.session.require_writer()

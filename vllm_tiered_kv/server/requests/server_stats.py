@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 from vllm_tiered_kv.core.store import StoreUsage
@@ -39,19 +39,21 @@ class ServerStats:
             by_name.setdefault(metric.name, {})[labels] = value
         for metric, labels, value in self._details() if with_details else ():
             by_name.setdefault(metric.name, {})[labels] = value
+        tiers = {label for (label,) in by_name.get(names.CAPACITY_BYTES.name, {})}
         for metric in names.ALL:
             values = by_name.get(metric.name, {})
             if metric.kind is Kind.COUNTER:
-                values = {**values, **self._recorder.samples(metric)}
-                if not metric.labels:
-                    values.setdefault((), 0)
+                values = {**_zeros(metric, tiers), **values, **self._recorder.samples(metric)}
             for labels, value in sorted(values.items()):
                 yield metric, labels, value
 
     def stats(self) -> dict[str, Any]:
-        """Values by metric name, and by label where the metric has one."""
+        """Values by metric name, and by label where the metric has one: then without zeros of
+        counters, to be short."""
         tree: dict[str, Any] = {}
         for metric, labels, value in self.samples():
+            if labels and not value and metric.kind is Kind.COUNTER:
+                continue
             if labels:
                 tree.setdefault(metric.name, {})[labels[0]] = int(value)
             else:
@@ -100,6 +102,12 @@ def _escaped(text: str) -> str:
     """A client chooses its name; a line break in it must not begin a sample."""
     text = text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
     return text.encode("utf-8", "replace").decode()
+
+
+def _zeros(metric: Metric, tiers: Set[str]) -> dict[tuple[str, ...], float]:
+    """All series of a counter, without those of tiers that this daemon does not have."""
+    series = metric.series or ((),)
+    return {labels: 0 for labels in series if metric.labels != ("tier",) or set(labels) <= tiers}
 
 
 def tier_samples(tier: str, usage: StoreUsage) -> Iterator[Sample]:

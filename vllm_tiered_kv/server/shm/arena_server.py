@@ -213,7 +213,7 @@ def _parse_client(hello: dict[Any, Any]) -> str:
     if hello.get("protocol") != ATTACH_PROTOCOL:
         raise ProtocolError(
             ErrorCode.UNSUPPORTED_VERSION,
-            f"attach protocol {str(hello.get('protocol'))[:16]} is not supported, "
+            f"attach protocol {str(hello.get('protocol'))[:16]!r} is not supported, "
             f"only {ATTACH_PROTOCOL}",
         )
     client = hello.get("client")

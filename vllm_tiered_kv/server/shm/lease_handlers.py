@@ -56,7 +56,7 @@ class ArenaHandlers:
         attachment = call.session.require_attachment()
         keys = call.session.keys(request.width, request.keys)
         # Blocks that cannot be leased anyway must not be promoted, which would evict others.
-        fitting = self._leases.room_bytes // call.session.largest_block
+        fitting = self._leases.room_bytes(attachment) // call.session.largest_block
         pending = _PendingLease(self._leases, call, attachment, len(keys), min(len(keys), fitting))
         here, missing = self._store.hold_in_memory(keys[:fitting])
         pending.arrived(here)
@@ -85,7 +85,7 @@ class ArenaHandlers:
         attachment = session.require_attachment()
         suffix = len(request.suffixes[0]) if request.suffixes else 0
         session.require_width(request.width + suffix)
-        max_blocks = min(self._leases.lookup_room_bytes // request.length, MAX_KEYS)
+        max_blocks = min(self._leases.lookup_room_bytes(attachment) // request.length, MAX_KEYS)
 
         def found(held: list[PinnedSlot], rest: Located) -> None:
             leased = len(held) // (len(request.suffixes) or 1)
@@ -199,9 +199,10 @@ class _ReserveRequest:
     def _reserve(self, blocks: list[NewBlock]) -> list[PinnedSlot | PutResult]:
         """Only the leading blocks that fit the lease limit: a tail is useless without its head."""
         fitting, total = 0, 0
+        room = self._leases.room_bytes(self._attachment)
         for _, _, nbytes in blocks:
             total += nbytes
-            self._is_full = self._is_full or not self._leases.has_room(total)
+            self._is_full = self._is_full or total > room
             if self._is_full:
                 break
             fitting += 1

@@ -4,6 +4,10 @@ A lease ends when the process releases it or is dead, never by time: a stopped p
 copies queued that still read or write the slot. All blocks leased by one request share a lease,
 because a prompt has hundreds of blocks; each reservation has a lease of its own.
 
+So a process that is stopped or hangs keeps what it holds. Each process may therefore use at most
+two thirds of what the others leave of the limit: one that is stopped leaves a third of it, two a
+ninth. Processes that hold leases and are silent are named in the log and in `status`.
+
 A block leased with a lookup may wait a long time until its request is scheduled. Lookup leases
 therefore have a smaller limit of their own, so that there is always room for leases that are about
 to be copied.
@@ -14,6 +18,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -40,8 +45,17 @@ class Attachment:
     pidfd: int
     client: str
     leases: dict[int, Lease] = field(default_factory=dict)
+    nbytes: int = 0  # of all leases
+    lookup_nbytes: int = 0  # of those from lookups
+    last_seen: float = field(default_factory=time.monotonic)  # its last request
+    is_named_silent: bool = False  # in the log, since its last request
     is_disconnected: bool = False
     is_dead: bool = False
+
+    @property
+    def held(self) -> str:
+        """What it holds, for people. A client's name may contain line breaks."""
+        return f"process {self.pid} ({self.client!r}) holds leases of {self.nbytes} bytes"
 
     @property
     def is_gone(self) -> bool:
@@ -52,8 +66,10 @@ class Attachment:
 class Leases:
     """All leases of attached processes, and their limits. Used on the reactor's thread only."""
 
-    def __init__(self, memory: MemoryStore, limits: ClientLimits) -> None:
+    def __init__(self, memory: MemoryStore, limits: ClientLimits, stall_s: float) -> None:
+        """A process that holds leases counts as silent after `stall_s` without a request."""
         self._memory = memory
+        self._stall_s = stall_s
         self._max_bytes = limits.leases
         self._max_lookup_bytes = limits.lookup_leases
         self._lookup_bytes = 0
@@ -81,17 +97,14 @@ class Leases:
     def find(self, token: bytes) -> Attachment | None:
         return self._attachments.get(token)
 
-    @property
-    def room_bytes(self) -> int:
-        return max(0, self._max_bytes - self._bytes)
-
-    def has_room(self, nbytes: int) -> bool:
-        return nbytes <= self.room_bytes
+    def room_bytes(self, attachment: Attachment) -> int:
+        """How much more this process may lease."""
+        return _share_left(self._max_bytes, self._bytes, attachment.nbytes)
 
     def reserve(self, attachment: Attachment, slot: PinnedSlot) -> int | None:
         """Leases a reserved slot; returns the lease id. None, with the slot freed, if the lease
         limit is reached."""
-        if attachment.is_gone or not self.has_room(slot.nbytes):
+        if attachment.is_gone or slot.nbytes > self.room_bytes(attachment):
             self._memory.abort(slot)
             return None
         return self._open(attachment, Lease([slot], slot.nbytes, is_reservation=True))
@@ -102,7 +115,7 @@ class Leases:
         """Adds blocks to this lease, or to a new one; returns the lease id. 0, with all blocks
         released, if the lease limit is reached."""
         nbytes = sum(slot.nbytes for slot in slots)
-        if attachment.is_gone or not self.has_room(nbytes):
+        if attachment.is_gone or nbytes > self.room_bytes(attachment):
             self._memory.let_go(slots)
             return 0
         lease = attachment.leases.get(lease_id) if lease_id is not None else None
@@ -110,19 +123,21 @@ class Leases:
             return self._open(attachment, Lease(list(slots), nbytes))
         lease.slots.extend(slots)
         lease.nbytes += nbytes
+        attachment.nbytes += nbytes
         self._bytes += nbytes
         self._count += len(slots)
         return lease_id
 
-    @property
-    def lookup_room_bytes(self) -> int:
-        return max(0, min(self.room_bytes, self._max_lookup_bytes - self._lookup_bytes))
+    def lookup_room_bytes(self, attachment: Attachment) -> int:
+        """How much more this process may lease with lookups."""
+        share = _share_left(self._max_lookup_bytes, self._lookup_bytes, attachment.lookup_nbytes)
+        return min(self.room_bytes(attachment), share)
 
     def lease_lookup(self, attachment: Attachment, slots: list[PinnedSlot]) -> int:
         """Like `lease`, for blocks found by a lookup, which have their own limit. 0 also if there
         are no slots."""
         nbytes = sum(slot.nbytes for slot in slots)
-        if not slots or attachment.is_gone or nbytes > self.lookup_room_bytes:
+        if not slots or attachment.is_gone or nbytes > self.lookup_room_bytes(attachment):
             self._memory.let_go(slots)
             return 0
         return self._open(attachment, Lease(slots, nbytes, is_from_lookup=True))
@@ -130,10 +145,18 @@ class Leases:
     def _open(self, attachment: Attachment, lease: Lease) -> int:
         lease_id = next(self._ids)
         attachment.leases[lease_id] = lease
-        self._bytes += lease.nbytes
-        self._lookup_bytes += lease.nbytes if lease.is_from_lookup else 0
-        self._count += len(lease.slots)
+        self._account(attachment, lease, 1)
         return lease_id
+
+    def _account(self, attachment: Attachment, lease: Lease, sign: int) -> None:
+        """Adds (1) or subtracts (-1) a whole lease."""
+        nbytes = sign * lease.nbytes
+        attachment.nbytes += nbytes
+        self._bytes += nbytes
+        if lease.is_from_lookup:
+            attachment.lookup_nbytes += nbytes
+            self._lookup_bytes += nbytes
+        self._count += sign * len(lease.slots)
 
     def release(self, attachment: Attachment, lease_ids: Sequence[int]) -> int:
         """Ends leases and returns how many; unsealed reservations are dropped."""
@@ -142,10 +165,8 @@ class Leases:
             for lease_id in lease_ids
             if (lease := attachment.leases.pop(lease_id, None)) is not None
         ]
-        self._bytes -= sum(lease.nbytes for lease in ended)
-        self._lookup_bytes -= sum(lease.nbytes for lease in ended if lease.is_from_lookup)
-        self._count -= sum(len(lease.slots) for lease in ended)
         for lease in ended:
+            self._account(attachment, lease, -1)
             if lease.is_reservation:
                 self._memory.abort(lease.slots[0])
             else:
@@ -159,9 +180,8 @@ class Leases:
         if lease is None or not lease.is_reservation:
             return None
         del attachment.leases[lease_id]
+        self._account(attachment, lease, -1)
         (slot,) = lease.slots
-        self._bytes -= slot.nbytes
-        self._count -= 1
         self._notify_if_last_released(attachment)
         return slot
 
@@ -183,3 +203,38 @@ class Leases:
             count,
         )
         return True
+
+    # ---- silent processes -----------------------------------------------------------------------
+
+    def silent(self) -> list[Attachment]:
+        """Processes that hold leases and have sent nothing for the stall timeout, those with the
+        most first. From any thread."""
+        limit = time.monotonic() - self._stall_s
+        attached = list(self._attachments.values())
+        silent = [one for one in attached if one.nbytes and one.last_seen < limit]
+        return sorted(silent, key=lambda one: -one.nbytes)
+
+    def log_silent(self) -> None:
+        """Logs each process once that has become silent."""
+        for attachment in self.silent():
+            if not attachment.is_named_silent:
+                attachment.is_named_silent = True
+                logger.warning(
+                    "%s and has sent nothing for %g s: if it is stopped or hangs, continue or kill "
+                    "it; its memory cannot be reused before",
+                    attachment.held,
+                    self._stall_s,
+                )
+
+    def was_seen(self, attachment: Attachment) -> None:
+        """Must be called for every request of the process."""
+        attachment.last_seen = time.monotonic()
+        if attachment.is_named_silent:
+            attachment.is_named_silent = False
+            logger.warning("process %d (%r) sends again", attachment.pid, attachment.client)
+
+
+def _share_left(limit: int, used: int, own: int) -> int:
+    """How much more may be added to `own` so that it stays within two thirds of what the others
+    leave of the limit; `used` includes `own`."""
+    return max(0, (limit - (used - own)) * 2 // 3 - own)

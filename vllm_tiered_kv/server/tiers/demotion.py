@@ -37,6 +37,7 @@ class Unwritten:
     tier: str
     blocks: int  # 0: all are written, but may not survive a power failure
     has_failed: bool  # False: the tier was merely full
+    gone: int = 0  # of these blocks: the tier has lost them, and memory has evicted them
 
     def __str__(self) -> str:
         if not self.blocks:
@@ -84,6 +85,8 @@ class Demotion:
             for tier, store in tiers
         }
         self._unwritten: dict[str, dict[StoreKey, PutResult]] = {tier: {} for tier, _ in tiers}
+        self._gone = dict.fromkeys(self._unwritten, 0)
+        """Blocks that a tier failed to write or lost and memory evicted, since the last flush."""
         self._unwritten_lock = threading.Lock()
         self._flushing = threading.Lock()
         for tier, store in tiers:
@@ -176,8 +179,16 @@ class Demotion:
 
     def left_memory(self, key: StoreKey) -> None:
         self._recorder.add(names.EVICTED, 1, Tier.MEMORY.value)
-        for tier in self._unwritten:
-            self._forget_unwritten(tier, [key])
+        for tier, store in self._tiers:
+            if not self._unwritten[tier]:
+                continue
+            with self._unwritten_lock:
+                result = self._unwritten[tier].pop(key, None)
+            if result is PutResult.FAILED and (
+                store is self._backing or not store.contains([key])[0]
+            ):
+                with self._unwritten_lock:
+                    self._gone[tier] += 1
 
     def _forget_unwritten(self, tier: str, keys: Sequence[StoreKey]) -> None:
         if self._unwritten[tier]:
@@ -211,7 +222,11 @@ class Demotion:
             for tier, store in self._tiers:
                 left = self._flush(tier, store, progress)
                 if left is not None and left.has_failed and is_last and store is not self._backing:
+                    gone = left.gone  # no second attempt finds them
                     left = self._flush(tier, store, progress)
+                    if gone:
+                        blocks = gone if left is None else gone + left.blocks
+                        left = Unwritten(tier, blocks, has_failed=True)
                 if left is not None:
                     unwritten.append(left)
         return unwritten
@@ -220,10 +235,10 @@ class Demotion:
         behind = self._behind[tier]
         with self._unwritten_lock:
             refused, self._unwritten[tier] = self._unwritten[tier], {}
+            gone, self._gone[tier] = self._gone[tier], 0
         if refused and store is not self._backing:
             store.retry()
         timer = ProgressTimer()
-        gone = 0
         for count, (key, result) in enumerate(refused.items()):
             # Not pinned while it waits for room: it may be deleted meanwhile, and must stay so.
             while (handed := self._offer_unrecorded(tier, key)) is HandoffResult.REFUSED:
@@ -240,7 +255,8 @@ class Demotion:
         if not left and not gone and is_durable:
             return None
         blocks = len(left) + gone + (0 if has_ended else behind.pending_blocks)
-        return Unwritten(tier, blocks, bool(gone) or PutResult.FAILED in left or not is_durable)
+        has_failed = bool(gone) or PutResult.FAILED in left or not is_durable
+        return Unwritten(tier, blocks, has_failed, gone)
 
     def _sync(self, tier: str, store: LowerStore) -> bool:
         try:

@@ -156,14 +156,18 @@ class TieredStore:
             self.fetch_slower([(n, keys[n]) for n in missing], ready, client)
 
     def hold_all(self, keys: Sequence[StoreKey]) -> list[PinnedSlot] | None:
-        """All blocks, pinned for the receiver, or None if one of them is not in memory."""
+        """All blocks, pinned for the receiver, or None if one of them is not in memory. The caller
+        counts the hits."""
         held = self.memory.hold(keys)
         found = [block for block in held if block is not None]
         if len(found) < len(keys):
             self.memory.let_go(found)
             return None
-        self._recorder.add(names.HITS, len(found), _MEMORY)
         return found
+
+    def count_hits(self, blocks: int) -> None:
+        """Counts reads by `hold_all` and directly from memory."""
+        self._recorder.add(names.HITS, blocks, _MEMORY)
 
     def hold_in_memory(
         self, keys: Sequence[StoreKey]
