@@ -64,8 +64,9 @@ def test_a_histogram_counts_up_to_and_including_each_bound() -> None:
     histogram = Histogram(server_names.REQUEST_SECONDS)
     for seconds in (0.0, 0.001, 0.0011, 100.0):
         histogram.observe(seconds, "get")
-    histogram.observe(0.3, "put")
-    (get, counts, total), (put, *_) = histogram.snapshot()
+    histogram.observe(0.3, "put", times=2)
+    (get, counts, total), (put, put_counts, put_total) = histogram.snapshot()
+    assert (put_counts[-1], put_total) == (2, 0.6)
     assert (get, put) == (("get",), ("put",))
     by_bound = dict(zip((*names.SECONDS, "all"), counts, strict=True))
     assert (by_bound[0.0001], by_bound[0.001], by_bound[0.002]) == (1, 2, 3)

@@ -31,12 +31,12 @@ class Histogram:
         for labels in metric.series if metric.labels else ((),):
             self._add_series(labels)
 
-    def observe(self, seconds: float, *labels: str) -> None:
+    def observe(self, seconds: float, *labels: str, times: int = 1) -> None:
         series = self._series.get(labels) or self._add_series(labels)
         bucket = bisect_left(self._bounds, seconds)
         with self._lock:
-            series.counts[bucket] += 1
-            series.total_s += seconds
+            series.counts[bucket] += times
+            series.total_s += seconds * times
 
     def snapshot(self) -> Iterator[tuple[LabelValues, list[int], float]]:
         """Of each series: how many durations were at most as long as each bound, then of all, and

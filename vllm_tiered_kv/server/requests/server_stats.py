@@ -37,9 +37,9 @@ class ServerStats:
         by_name: dict[str, dict[tuple[str, ...], float]] = {}
         for metric, labels, value in self._gauges():
             by_name.setdefault(metric.name, {})[labels] = value
-        tiers = {label for (label,) in by_name.get(names.CAPACITY_BYTES.name, {})}
         for metric, labels, value in self._details() if with_details else ():
             by_name.setdefault(metric.name, {})[labels] = value
+        tiers = {label for (label,) in by_name.get(names.CAPACITY_BYTES.name, {})}
         for metric in names.ALL:
             values = by_name.get(metric.name, {})
             if metric.kind is Kind.COUNTER:
@@ -74,12 +74,6 @@ class ServerStats:
         return "\n".join(lines) + "\n"
 
 
-def _zeros(metric: Metric, tiers: Set[str]) -> dict[tuple[str, ...], float]:
-    """All series of a counter, without those of tiers that this daemon does not have."""
-    series = metric.series or ((),)
-    return {labels: 0 for labels in series if metric.labels != ("tier",) or set(labels) <= tiers}
-
-
 def _histogram_lines(histogram: Histogram) -> Iterator[str]:
     metric = histogram.metric
     bucket, total, count = metric.exposed_names
@@ -108,6 +102,12 @@ def _escaped(text: str) -> str:
     """A client chooses its name; a line break in it must not begin a sample."""
     text = text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
     return text.encode("utf-8", "replace").decode()
+
+
+def _zeros(metric: Metric, tiers: Set[str]) -> dict[tuple[str, ...], float]:
+    """All series of a counter, without those of tiers that this daemon does not have."""
+    series = metric.series or ((),)
+    return {labels: 0 for labels in series if metric.labels != ("tier",) or set(labels) <= tiers}
 
 
 def tier_samples(tier: str, usage: StoreUsage) -> Iterator[Sample]:
