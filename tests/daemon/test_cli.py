@@ -106,8 +106,14 @@ def test_options_path_below_home_is_expanded(monkeypatch: pytest.MonkeyPatch) ->
         ({"ssd_quota": "1GiB"}, "there is no SSD tier"),
         ({"secret_key": "/x"}, "belong together"),
         ({"backing": "file://mnt/kv"}, "is not like"),
-        ({"backing": "memcached://x"}, "must start with one of file://, redis://, rediss://"),
-        ({"backing": "/mnt/kv"}, "must start with one of file://, redis://, rediss://"),
+        (
+            {"backing": "memcached://x"},
+            "must start with one of file://, mooncake://, redis://, rediss://",
+        ),
+        (
+            {"backing": "/mnt/kv"},
+            "must start with one of file://, mooncake://, redis://, rediss://",
+        ),
         (
             {"backing": "file:///mnt/kv", "backing_ttl": "5min"},
             "backing_ttl: must be at least 20min",

@@ -111,6 +111,8 @@ def test_top_waits_for_a_daemon_that_restarts_and_ends_with_an_interrupt(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # The tests themselves may run in the background, where interrupts are ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert top.stdout is not None
