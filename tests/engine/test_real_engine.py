@@ -193,7 +193,7 @@ def test_metrics_are_on_vllms_own_page(fresh: RealEngine) -> None:
     fresh.drop_gpu_cache()
     fresh.ask([PROMPTS[0]], COUNT)
     shown = {
-        (metric.name, metric.labels.get("tier")): metric.value
+        (metric.name, metric.labels.get("tier")): getattr(metric, "value", metric)
         for metric in fresh.llm.get_metrics()
         if metric.name.startswith("vllm:tiered_kv_")
     }
@@ -201,3 +201,4 @@ def test_metrics_are_on_vllms_own_page(fresh: RealEngine) -> None:
         assert shown[(metric.exposed_name, "cpu")] == fresh.total(metric)
     assert fresh.total(names.HIT_TOKENS) > 0
     assert shown[(names.LOAD_FAILURES.exposed_name, "remote")] == 0, "absent until first used"
+    assert shown[(names.LOAD_SECONDS.exposed_name, "cpu")].count > 0
