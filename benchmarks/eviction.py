@@ -27,8 +27,8 @@ its last request. In the chat trace, which does not say so, a request continues 
 last request that asked for the deepest block they share, if they share more than half of that
 request's blocks; those who share less have the same system prompt. *told* is that and, for the
 agents, `BlockIndex.expect_again`: how long the pause until the next request will be, wrong by a
-random factor (lognormal, sigma 0.5). Nothing is told of pauses beyond ten minutes, where a person
-has left rather than a tool is running.
+random factor (lognormal, sigma 0.5). Pauses beyond ten minutes are not reported: there a person has
+left, rather than a tool is running.
 """
 
 from __future__ import annotations

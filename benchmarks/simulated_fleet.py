@@ -8,7 +8,7 @@ daemon and each engine's own tier is a `BlockIndex`. Bytes are only counted, and
 A fleet has one engine and one daemon on each host. The trace is overlaid with itself: copies are
 shifted in time and share no block, except the head that all prompts begin with. Every request goes
 to a random engine, which is the worst case for the daemons. The engine finds a prefix in its own
-tier, asks the daemons for the rest, run after run until one lacks a block, computes what nobody has
+tier, asks the daemons for the rest, run after run until one lacks a block, computes what is left
 and puts it to its daemons.
 
 Traces (Apache-2.0): `--chats` is the conversation trace of Mooncake (FAST '25), `--agents` are

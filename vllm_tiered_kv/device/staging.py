@@ -8,6 +8,7 @@ need no staging.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -63,7 +64,7 @@ def allocate_up_to(allocate: Callable[[int], _T], max_bytes: int, min_bytes: int
             )
 
 
-class StagingRing:
+class StagingRing(ABC):
     """Copies blocks through staging memory: each stage is filled on the ring's own stream while
     the one before it is emptied on the caller's. `Staged` and `StagedOut` say how."""
 
@@ -81,13 +82,13 @@ class StagingRing:
         self._emptied = [native.Event(device) for _ in range(STAGES)]
         self._next = 0
 
+    @abstractmethod
     def _fill(self, blocks: PinnedBlocks, staged: Int64Array, stream: native.Stream) -> None:
         """Enqueues copies of blocks to these offsets of the staging memory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _empty(self, blocks: PinnedBlocks, staged: Int64Array, stream: native.Stream) -> None:
         """Enqueues copies of blocks from these offsets of the staging memory."""
-        raise NotImplementedError
 
     def enqueue(self, blocks: PinnedBlocks, stream: native.Stream) -> None:
         pitch = aligned(self._block_bytes[blocks.group_id])
