@@ -83,6 +83,14 @@ def run_all(engines: list[CountingEngine], seconds: float = 60) -> None:
             time.sleep(0.001)
 
 
+def run_until(condition: Callable[[], bool], engines: list[CountingEngine]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "the engines did not come so far"
+        for engine in engines:
+            engine.step()
+
+
 def ask_all(engines: list[CountingEngine], ids: list[int]) -> list[list[str]]:
     return [[engine.add(ids, 1) for _ in range(REQUESTS)] for engine in engines]
 
@@ -124,9 +132,8 @@ def test_another_engine_takes_over_in_mid_prefill(make_engines: MakeEngines, end
     ids = prompt(random.Random(1), LENGTH)
     requests = ask_all(engines, ids)
     first, *others = engines
-    while first.computed < LENGTH // 2:  # it was asked first
-        for engine in engines:
-            engine.step()
+    run_until(lambda: first.computed > 0, [first])  # the claim is its own before others ask
+    run_until(lambda: first.computed >= LENGTH // 2, engines)
     assert not any(engine.computed for engine in others)
     if end == "aborted":
         for request in requests[0]:
