@@ -7,8 +7,9 @@ TEST_PROCESSES ?= 2
 DAEMON_TEST_PROCESSES ?= 4
 BY_FILE := --dist loadfile --no-loadscope-reorder
 TOGETHER := -n $(TEST_PROCESSES) $(BY_FILE)
-# What every change has to pass; `make test-all` leaves nothing out.
-SELECTED ?= -m "not slow" --hypothesis-profile=landing
+# What every change has to pass; `make test-all` leaves nothing out. No test takes minutes, so one
+# that hangs ends early.
+SELECTED ?= -m "not slow" --hypothesis-profile=landing --timeout=300
 
 SETUP := $(PYTHON) tools/setup_env.py
 UNIT := .venv-unit

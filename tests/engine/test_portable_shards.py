@@ -35,9 +35,11 @@ from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector import assembly
 from vllm_tiered_kv.connector.identity.shard import shards_per_rank
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
+from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookup
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.transfer import (
     GroupTransfer,
+    LeasedBlocks,
     LoadJob,
     PutJob,
     RemoteTransfer,
@@ -161,19 +163,30 @@ class Engine:
             assert [report.stored for report in told.puts[group]] == [COUNT] * self.size
             assert not any(report.reason for report in told.puts[group])
 
-    def load(self, as_step: bool) -> None:
-        """Looks all blocks up and loads them, as far as possible as leased by the lookup."""
+    def look_up(self) -> tuple[RemoteLookup, list[LeasedBlocks | None]] | None:
+        """A lookup that finds all blocks, leased where the daemon shares its memory. None if the
+        daemon grants no lease, as it may, for example while earlier ones are on their way back."""
         lookups, remote = self.half.remote._lookups, self.half.remote
         lookup = lookups.start([chain(0), chain(1)], [0, 0], remote.identity.block_bytes)
-        spans = lookup.future.result(30).spans
+        lookup.answer = lookup.future.result(30)
+        spans = lookup.answer.spans
         assert [(s[0].start, s[-1].stop) for s in spans] == [(0, COUNT)] * 2
+        leased = [lookups.leased(span, list(range(COUNT))) for (span,) in spans]
+        if not self.at.startswith("ipc://"):
+            assert leased == [None] * len(spans)
+        elif None in leased:
+            lookup.drop()
+            return None
+        return lookup, leased
+
+    def load(self, as_step: bool) -> None:
+        """Looks all blocks up and loads them, as far as possible as leased by the lookup."""
+        lookup, leased = eventually(self.look_up)
         transfers = []
-        for group, (span,) in enumerate(spans):
-            leased = lookups.leased(span, list(range(COUNT)))
-            assert (leased is not None) == self.at.startswith("ipc://")
+        for group in range(len(LAYERS)):
             blocks = int64_array([9, 10, 2, 12, 7])
             keys = tuple(chain(group))
-            transfers.append(RemoteTransfer(group, self.at, blocks, keys, leased))
+            transfers.append(RemoteTransfer(group, self.at, blocks, keys, leased[group]))
         for number, transfer in enumerate(transfers):
             # Groups share blocks, so each is checked before the next one is loaded.
             job = LoadJob(f"r{number}", (), (transfer,), 70 + number if as_step else None)
@@ -182,7 +195,6 @@ class Engine:
                 for layer, name in enumerate(LAYERS[number]):
                     found = tensors[name][transfer.block_ids.tolist()]
                     assert torch.equal(found, self.of_rank(rank, number, layer)), (rank, name)
-        lookup.answer = lookup.future.result()
         lookup.drop()
 
     def close(self) -> None:
