@@ -18,7 +18,7 @@ _MODES = {
     "limit": "vLLM alone, with a GPU cache that holds everything",
     "limit_seqs": "the same, with as many requests at once as the others",
     "always": "load always",
-    "auto": "decide by measurement (`auto`)",
+    "auto": "decide by measurement",
     "never": "never load",
 }
 
@@ -27,6 +27,7 @@ _ONE_PROMPT = """\
 
 Time to the first token of one prompt of {tokens:,} tokens ({megabytes:,.0f} MB of KV), in
 milliseconds, medians with quartiles. The engines live on one GPU and take turns on the prompts.
+The plot shows by how much a hit in host memory takes longer than one on the GPU.
 """
 _DAEMON = """\
 ### From a daemon
@@ -121,7 +122,7 @@ def _named(results: Results, beginning: str) -> Result | None:
 
 
 def _name(mode: str) -> str:
-    return _MODES.get(mode, f"`{mode}`")
+    return f"{_MODES[mode]} (`{mode}`)" if mode in _MODES else f"`{mode}`"
 
 
 def _one_prompt(results: Results) -> str:
