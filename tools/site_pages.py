@@ -67,3 +67,20 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     source = _SOURCES.get(place, f"docs/{place}")
     page.edit_url = f"{config.repo_url}/edit/main/{source}"
     return site_links(markdown, source, config.repo_url)
+
+
+_LOADED = re.compile(r"<(?:script|img|iframe)\b[^>]*\bsrc=[\"']?(https?:[^\"' >]+)")
+_STYLE = re.compile(r"<link\b[^>]*\brel=[\"']?stylesheet[^>]*\bhref=[\"']?(https?:[^\"' >]+)")
+
+
+def loaded_from_elsewhere(html: str) -> list[str]:
+    """Addresses that a browser would ask for to show a page."""
+    return [*_LOADED.findall(html), *_STYLE.findall(html)]
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    if found := loaded_from_elsewhere(output):
+        from mkdocs.exceptions import PluginError
+
+        raise PluginError(f"{page.file.src_uri} would load {found}: put a copy into docs/")
+    return output

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tools.site_pages import FROM_OUTSIDE, ROOT, site_links
+from tools.site_pages import FROM_OUTSIDE, ROOT, loaded_from_elsewhere, site_links
 
 REPOSITORY = "https://github.com/vllm-tiered-kv/vllm_tiered_kv"
 
@@ -65,3 +65,13 @@ def test_the_repository_is_the_same_everywhere() -> None:
     for name in ("setup.py", "pyproject.toml", "mkdocs.yml"):
         found = re.findall(r"https://github\.com/[\w-]+/[\w-]+", (ROOT / name).read_text())
         assert set(found) == {REPOSITORY}, name
+
+
+def test_what_a_page_loads_from_elsewhere_is_noticed() -> None:
+    html = (
+        '<link rel="stylesheet" href="assets/a.css"><a href="https://example.org/page">link</a>'
+        '<img alt="" src="images/tiers.svg"><script src="https://example.org/b.js"></script>'
+        '<img src="https://example.org/c.svg"><link rel="stylesheet" href="https://example.org/d">'
+    )
+    expected = [f"https://example.org/{name}" for name in ("b.js", "c.svg", "d")]
+    assert loaded_from_elsewhere(html) == expected
