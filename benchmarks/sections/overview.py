@@ -1,4 +1,4 @@
-"""What a user asks, from the newest runs: docs/benchmarks.md, and the rows in README.md."""
+"""What a user asks, each from one run: docs/benchmarks.md, and the rows in README.md."""
 
 from __future__ import annotations
 
