@@ -14,6 +14,7 @@ SELECTED ?= -m "not slow" --hypothesis-profile=landing --timeout=300
 SETUP := $(PYTHON) tools/setup_env.py
 UNIT := .venv-unit
 LINT := .venv-lint
+DOCS := .venv-docs
 FULL := .venv
 CXX_FILES := $(wildcard $(foreach e,c cc cpp cu cuh h hpp,csrc/*.$(e) csrc/*/*.$(e)))
 
@@ -23,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test test-all unit daemon matrix soak lint check-native asan tsan coverage mutants \
-  gpu-test gpu-sanitize format wheel wheels clean distclean
+  gpu-test gpu-sanitize docs docs-serve format wheel wheels clean distclean
 
 ##@ Try it
 demo: ## ask a small real model about a long text, cold and from the CPU tier
@@ -96,6 +97,14 @@ soak: ## random requests and faults for SOAK_SECONDS (600), with SOAK_SEED or a 
 	  $(if $(SOAK_EPISODE),--episode $(SOAK_EPISODE)) $(if $(SOAK_ONLY),--only $(SOAK_ONLY))
 
 ##@ Work on it
+docs: ## build the site of these pages into build/site; a warning is an error
+	@$(SETUP) --env $(DOCS) --profile docs
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+docs-serve: ## show the site on http://127.0.0.1:8010 and renew it while you write
+	@$(SETUP) --env $(DOCS) --profile docs
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve --dev-addr 127.0.0.1:8010
+
 format: ## let ruff and clang-format rewrite the sources
 	@$(SETUP) --env $(LINT) --profile lint
 	$(LINT)/bin/ruff check --fix .
@@ -114,7 +123,7 @@ clean: ## remove what was built, keep the environments
 	find vllm_tiered_kv tests examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environments too
-	rm -rf $(UNIT) $(LINT) $(FULL) .venv-matrix-*
+	rm -rf $(UNIT) $(LINT) $(DOCS) $(FULL) .venv-matrix-*
 
 help: ## show this list
 	@awk 'BEGIN { FS = ":.*## " } \

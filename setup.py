@@ -1,4 +1,4 @@
-"""Builds the two compiled modules; everything else is in pyproject.toml.
+"""Builds the two compiled modules and the page for PyPI; everything else is in pyproject.toml.
 
 `_cpu` needs a C++17 compiler and is always built. `_cuda` is built where nvcc is found and needs no
 torch, so that one wheel serves every torch and pip's build isolation is no obstacle. Settings:
@@ -27,6 +27,7 @@ from pybind11.setup_helpers import ParallelCompile
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+REPOSITORY = "https://github.com/vllm-tiered-kv/vllm_tiered_kv"
 DEFAULT_ARCHS = (80, 90, 100, 120)
 CXX_FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
 SANITIZERS = os.environ.get("TIERED_KV_SANITIZE", "")
@@ -218,9 +219,18 @@ def extension(name: str, *sources: str) -> Extension:
     )
 
 
+def page_for_pypi() -> str:
+    """README.md, whose links are relative to the repository, with links that work elsewhere."""
+    text = Path("README.md").read_text(encoding="utf-8")
+    text = re.sub(r"(!\[[^]]*\]\()(?![a-z]+:|#)", rf"\1{REPOSITORY}/raw/main/", text)
+    return re.sub(r"(?<!!)(\[[^]]*\]\()(?![a-z]+:|#)", rf"\1{REPOSITORY}/blob/main/", text)
+
+
 ParallelCompile("TIERED_KV_BUILD_JOBS").install()
 
 setup(
+    long_description=page_for_pypi(),
+    long_description_content_type="text/markdown",
     ext_modules=[
         extension(
             "_cpu",

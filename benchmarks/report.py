@@ -1,21 +1,36 @@
-"""Writes docs/benchmarks.md and its plots from the stored results: `python -m benchmarks.report`.
+"""Writes the pages on benchmarks and their plots from the stored results.
 
-Nothing on that page is typed by hand; a unit test compares it with what the results give. Tables
-need nothing but Python, plots need matplotlib (requirements/benchmark.txt).
+`python -m benchmarks.report` writes docs/benchmarks.md, which has what a user asks,
+docs/benchmarks-details.md, which has everything, and the rows in README.md. No number there is
+typed by hand; a unit test compares the pages with what the results give. Tables need nothing but
+Python, plots need matplotlib (requirements/benchmark.txt).
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import plots
 from benchmarks.plots import Plot
 from benchmarks.result_files import Results
-from benchmarks.sections import chats, connectors, copies, eviction, fleet, throughput, tiers
+from benchmarks.sections import (
+    chats,
+    connectors,
+    copies,
+    eviction,
+    fleet,
+    overview,
+    throughput,
+    tiers,
+)
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "benchmarks.md"
+DETAILS = ROOT / "docs" / "benchmarks-details.md"
+README = ROOT / "README.md"
 
 # A section is empty when there is no result for it.
 SECTIONS: list[Callable[[Results], str]] = [
@@ -48,14 +63,40 @@ _HEAD = """\
 <!-- Made by `python -m benchmarks.report` from benchmarks/results/. Do not edit. -->
 
 Results of real runs. Each names its machine, its commit and the command that made it at that
-commit; programs may have other names since. Ratios within one run mean something, times of
-different runs or machines beside each other do not. [How to run them](../benchmarks/README.md).
+commit; programs may have other names since. Compare times within a table only.
+[The details](benchmarks-details.md) have all runs, the goals and which of them were not reached,
+and how fast blocks are copied, found and evicted.
+[How to run them](../benchmarks/README.md).
+"""
+_DETAILS_HEAD = """\
+# Benchmarks in detail
+
+<!-- Made by `python -m benchmarks.report` from benchmarks/results/. Do not edit. -->
+
+All stored results, with the goals that were set for them; [benchmarks](benchmarks.md) has what a
+user asks. Each names its machine, its commit and the command that made it at that commit; programs
+may have other names since. Ratios within one run mean something, times of different runs or
+machines beside each other do not. [How to run them](../benchmarks/README.md).
 """
 
 
 def page(results: Results) -> str:
-    parts = [_HEAD, *(section(results) for section in SECTIONS)]
+    return "\n".join(part for part in [_HEAD, *overview.sections(results)] if part)
+
+
+def details(results: Results) -> str:
+    parts = [_DETAILS_HEAD, *(section(results) for section in SECTIONS)]
     return "\n".join(part for part in parts if part)
+
+
+def readme(results: Results, text: str) -> str:
+    """README.md with the rows of these results."""
+    return re.sub(
+        r"(?<=<!-- generated: results -->\n).*?(?=<!-- end -->)",
+        lambda _: overview.headline(results),
+        text,
+        flags=re.DOTALL,
+    )
 
 
 def all_plots(results: Results) -> list[Plot]:
@@ -68,6 +109,8 @@ def main() -> None:
     args = parser.parse_args()
     results = Results.load()
     PAGE.write_text(page(results))
+    DETAILS.write_text(details(results))
+    README.write_text(readme(results, README.read_text()))
     if not args.no_plots:
         for plot in all_plots(results):
             if not plots.is_fresh(plot):

@@ -15,7 +15,12 @@ from typing import Any
 from benchmarks.result_files import Results
 from benchmarks.sections import fleet
 from tools.fleet_sizes import break_even_table, examples_table, sizes_table
-from tools.model_table import models_table, named_table
+from tools.model_table import (
+    feature_tests_table,
+    models_table,
+    named_table,
+    named_tests_table,
+)
 from tools.protocol_reference import protocol_reference
 from vllm_tiered_kv.config import ENV_PREFIX, TieredKVConfig
 from vllm_tiered_kv.connector.scheduler.request_control import RequestControl
@@ -64,6 +69,9 @@ GENERATED: dict[str, Callable[[], str]] = {
     "metrics.md#daemon": lambda: metrics_table(server_names.ALL),
     "models.md": models_table,
     "models.md#names": named_table,
+    "model-tests.md": feature_tests_table,
+    "model-tests.md#names": named_tests_table,
+    "operations.md#sizes": sizes_table,
     "protocol.md": protocol_reference,
     "scaling.md#sizes": sizes_table,
     "scaling.md#break-even": break_even_table,

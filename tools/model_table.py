@@ -1,4 +1,6 @@
-"""Which models and features are cached, and the tests that show it: the tables of docs/models.md.
+"""Which models and features are cached, and the tests that show it.
+
+The first is docs/models.md, the second docs/model-tests.md.
 
 The log message for a model that is not cached is not written here but read from the source that
 logs it, so that the page always quotes the real message.
@@ -21,8 +23,8 @@ _SUPPORT = ROOT / "vllm_tiered_kv" / "connector" / "support.py"
 
 
 class State(enum.Enum):
-    CACHED = "cached"
-    LEFT_ALONE = "not cached"  # the engine runs as without the plugin, and the log says why
+    CACHED = "yes"
+    LEFT_ALONE = "no"  # the engine runs as without the plugin, and the log says why
     UNTOUCHED = "not affected"  # independent of the cache
     REFUSED = "refused by vLLM"
 
@@ -522,27 +524,39 @@ def _sentences() -> list[str]:
 
 def models_table() -> str:
     lines = [
-        "| feature | state | note, or log message | tests |",
-        "| --- | --- | --- | --- |",
+        "| feature | cached | note, or log message |",
+        "| --- | --- | --- |",
     ]
     for row in ROWS:
         said = f"“{sentence(row.says)}”" if row.says else row.note
+        lines.append(f"| {row.feature} | {row.state.value} | {said} |")
+    return "\n".join(lines) + "\n"
+
+
+def feature_tests_table() -> str:
+    lines = ["| feature | tests |", "| --- | --- |"]
+    for row in ROWS:
         tests = "<br>".join(f"`{test}`" for test in row.tests)
-        lines.append(f"| {row.feature} | {row.state.value} | {said} | {tests} |")
+        lines.append(f"| {row.feature} | {tests} |")
     return "\n".join(lines) + "\n"
 
 
 def named_table() -> str:
-    lines = [
-        "| model | state | KiB per token | shown with |",
-        "| --- | --- | --- | --- |",
-    ]
+    lines = ["| model | cached | KiB per token | notes |", "| --- | --- | --- | --- |"]
     for model in NAMED:
         check = ModelCheck(read_shape(model.config), block_size=16, ranks=1, memory=0)
         state = State.CACHED if check.is_cached else State.LEFT_ALONE
         size = kib(check.token_bytes) if check.token_bytes else "not computed"
         if check.snapshot_bytes:
             size += f", and {kib(check.snapshot_bytes)} per snapshot"
+        note = "" if model.test else "guess from the architecture"
+        lines.append(f"| {model.name} | {state.value} | {size} | {note} |")
+    return "\n".join(lines) + "\n"
+
+
+def named_tests_table() -> str:
+    lines = ["| model | shown with |", "| --- | --- |"]
+    for model in NAMED:
         shown = f"{model.tiny}: `{model.test}`" if model.test else "guess from the architecture"
-        lines.append(f"| {model.name} | {state.value} | {size} | {shown} |")
+        lines.append(f"| {model.name} | {shown} |")
     return "\n".join(lines) + "\n"

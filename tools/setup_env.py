@@ -4,7 +4,8 @@
     python3 tools/setup_env.py --profile full
 
 Profiles: `unit` (this package and test tools, no torch), `lint` (linters only, the
-package is not built), `full` (vLLM, the demo's model and everything above `unit`).
+package is not built), `docs` (what builds the site, likewise), `full` (vLLM, the demo's
+model and everything above `unit`).
 `full` installs the CUDA build of vLLM where `nvidia-smi` finds a GPU, the CPU build
 elsewhere. `unit` and `full` also install the Debian packages that tests use, where they may:
 as root, with apt-get. Needs nothing but the standard library.
@@ -33,6 +34,7 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 GIB = 1 << 30
 HEARTBEAT_S = 20.0
 LOG_TAIL_LINES = 25
+WITHOUT_PACKAGE = ("lint", "docs")
 
 # Servers and programs that tests start; tests that lack one are skipped and say so.
 # The libraries are what Mooncake's wheel leaves to the system.
@@ -100,6 +102,8 @@ def dependency_steps(profile: str, gpu: bool) -> list[Step]:
             Step("test tools and run-time dependencies", "about 25 MB", from_file("unit.txt")),
             mooncake,
         ]
+    if profile == "docs":
+        return [Step("MkDocs with its theme", "about 20 MB", from_file("docs.txt"))]
     if profile == "lint":
         return [
             Step(
@@ -152,7 +156,7 @@ def dependency_steps(profile: str, gpu: bool) -> list[Step]:
 
 
 def package_steps(profile: str) -> list[Step]:
-    if profile == "lint":
+    if profile in WITHOUT_PACKAGE:
         return []
     return [
         Step(
@@ -371,7 +375,7 @@ def check_disk(folder: Path, what: str, need_gib: int) -> None:
 
 
 def set_up(folder: Path, profile: str, force: bool, dependencies_only: bool) -> None:
-    if profile != "lint":
+    if profile not in WITHOUT_PACKAGE:
         install_debian_packages()
     gpu = profile == "full" and has_nvidia_gpu()
     kind_of_machine = "with GPU" if gpu else "without GPU" if profile == "full" else "torch-free"
@@ -381,7 +385,7 @@ def set_up(folder: Path, profile: str, force: bool, dependencies_only: bool) -> 
         dependency_digest(profile, gpu),
         dependency_steps(profile, gpu),
         [] if dependencies_only else package_steps(profile),
-        need_gib={"unit": 1, "lint": 1, "full": 20 if gpu else 5}[profile],
+        need_gib={"docs": 1, "unit": 1, "lint": 1, "full": 20 if gpu else 5}[profile],
         force=force,
     )
 
@@ -448,7 +452,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--env", type=Path, default=ROOT / ".venv", help="folder to make")
-    parser.add_argument("--profile", choices=("unit", "lint", "full"), default="full")
+    parser.add_argument("--profile", choices=("unit", "lint", "docs", "full"), default="full")
     parser.add_argument("--force", action="store_true", help="make it anew even if up to date")
     parser.add_argument(
         "--dependencies-only",

@@ -14,7 +14,7 @@ FOLDERS = (".github", "benchmarks", "csrc", "docs", "examples", "requirements", 
 PACKAGE = "vllm_tiered_kv"
 FILES = (
     *("CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "README.md", "SECURITY.md"),
-    *("LICENSE", "Makefile", "pyproject.toml", "setup.py"),
+    *("LICENSE", "Makefile", "mkdocs.yml", "pyproject.toml", "setup.py"),
 )
 CACHES = ("__pycache__", ".hypothesis", ".pytest_cache")
 

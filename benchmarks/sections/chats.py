@@ -55,9 +55,9 @@ def describe(result: Result) -> str:
         parts.append(_goals(data["derived"]["goals"]))
     for name, modes in data["derived"]["workloads"].items():
         sizes = data["workloads"][name]
-        parts.append(_sizes(sizes, data) + _table(sizes, modes))
+        parts.append(f"{load_text(sizes, data)}\n{_table(sizes, modes)}")
         if sizes["kill_after_turn"]:
-            parts.append(_restart(modes))
+            parts.append(restart_table(modes))
         too_long = max(mode["too_long"] for mode in modes.values())
         if too_long:
             parts.append(f"{too_long} requests are longer than the model allows and left out.\n")
@@ -94,7 +94,8 @@ def _goals(goals: list[dict[str, Any]]) -> str:
     )
 
 
-def _sizes(sizes: dict[str, Any], data: dict[str, Any]) -> str:
+def load_text(sizes: dict[str, Any], data: dict[str, Any]) -> str:
+    """The load as a paragraph."""
     cache = f"a GPU cache of {sizes['cache_tokens']:,} tokens"
     if sizes["kind"] == "prefill":
         text = (
@@ -120,7 +121,7 @@ def _sizes(sizes: dict[str, Any], data: dict[str, Any]) -> str:
         )
     if sizes["kill_after_turn"]:
         text += f"; the engine is killed after {sizes['kill_after_turn']} turns on average"
-    return f"`{sizes['name']}`: {text}.\n\n"
+    return f"`{sizes['name']}`: {text}.\n"
 
 
 Column = tuple[str, Callable[[dict[str, Any]], str]]
@@ -134,7 +135,7 @@ def _pair(name: str) -> Callable[[dict[str, Any]], str]:
     return lambda mode: f"{_at(name, 'p50')(mode)} / {_at(name, 'p90')(mode)}"
 
 
-def _blocks(mode: dict[str, Any]) -> str:
+def stored_blocks(mode: dict[str, Any]) -> str:
     return ", ".join(
         f"{count:,.0f} {tier}" for tier, count in mode["stored_blocks"].items()
     ) or number(None)
@@ -145,7 +146,7 @@ def _drops(mode: dict[str, Any]) -> str:
     return ", ".join(lost) or ("0" if mode["stored_blocks"] else number(None))
 
 
-def _gib(mib: float | None) -> str:
+def gib(mib: float | None) -> str:
     return number(mib and mib / 1024)
 
 
@@ -172,10 +173,10 @@ _PREFILL: list[Column] = [
     ("full blocks computed", lambda mode: number(mode["full_blocks"], 0)),
 ]
 _MEMORY: list[Column] = [
-    ("blocks stored", _blocks),
+    ("blocks stored", stored_blocks),
     ("dropped", _drops),
-    ("GPU, GiB", lambda mode: _gib(mode["gpu_mib"])),
-    ("host, GiB", lambda mode: f"{_gib(mode['pss_mib'])} / {_gib(mode['host_growth_mib'])}"),
+    ("GPU, GiB", lambda mode: gib(mode["gpu_mib"])),
+    ("host, GiB", lambda mode: f"{gib(mode['pss_mib'])} / {gib(mode['host_growth_mib'])}"),
 ]
 
 
@@ -190,7 +191,7 @@ def _table(sizes: dict[str, Any], modes: dict[str, dict[str, Any]]) -> str:
     )
 
 
-def _restart(modes: dict[str, dict[str, Any]]) -> str:
+def restart_table(modes: dict[str, dict[str, Any]]) -> str:
     names = {
         "before": "before",
         "first_turn": "first turn of each chat after it",

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md is what the stored results give, and results give what their samples say."""
+"""The pages on benchmarks are what the stored results give, and those what their samples say."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from benchmarks.connector_summary import (
 from benchmarks.engine_configs import CONNECTOR_MODES, Scale, connector_spec, groups
 from benchmarks.plots import Plot, Series
 from benchmarks.result_files import Result, Results, raw_path, save, spread, to_json
+from benchmarks.sections import overview
 from tests.models import QWEN2_7B
 
 COPY_MS = 10.0
@@ -34,8 +35,32 @@ def stored() -> Results:
     return Results.load()
 
 
-def test_the_page_is_what_the_results_give(stored: Results) -> None:
-    assert report.PAGE.read_text() == report.page(stored), "run `python -m benchmarks.report`"
+def test_the_pages_are_what_the_results_give(stored: Results) -> None:
+    readme = report.README.read_text()
+    for page, made in (
+        (report.PAGE, report.page(stored)),
+        (report.DETAILS, report.details(stored)),
+        (report.README, report.readme(stored, readme)),
+    ):
+        assert page.read_text() == made, "run `python -m benchmarks.report`"
+    assert "<!-- generated: results -->" in readme
+
+
+def test_the_page_for_users_has_every_section(stored: Results) -> None:
+    assert all(overview.sections(stored))
+    assert overview.sections(Results(())) == [""] * len(overview.sections(stored))
+    assert overview.headline(Results(())) == ""
+    rows = overview.headline(stored).splitlines()
+    assert len(rows) == 2 + 6
+    assert all(re.search(r"\| \d+\.\d \|$", row) for row in rows[2:])
+
+
+def test_the_page_for_users_has_no_number_that_the_details_lack(stored: Results) -> None:
+    """Medians and quartiles of the tables; times of many chats are rounded in both."""
+    details = report.details(stored)
+    found = re.findall(r"\d[\d,]*\.\d+ \([\d,.]+ … [\d,.]+\)", report.page(stored))
+    assert len(found) > 20
+    assert [spread for spread in found if spread not in details] == []
 
 
 def test_the_plots_are_of_these_results(stored: Results) -> None:
@@ -45,8 +70,8 @@ def test_the_plots_are_of_these_results(stored: Results) -> None:
     assert there == {plot.file_name for plot in made}
 
 
-def test_the_page_shows_every_plot(stored: Results) -> None:
-    shown = re.findall(r"\(plots/(\S+)\.svg\)", report.page(stored))
+def test_the_details_show_every_plot(stored: Results) -> None:
+    shown = re.findall(r"\(plots/(\S+)\.svg\)", report.details(stored))
     assert sorted(shown) == sorted(plot.name for plot in report.all_plots(stored))
 
 
@@ -159,7 +184,7 @@ def test_there_are_no_goals_without_a_gpu() -> None:
 def test_the_section_shows_the_run() -> None:
     failed = {"simple": "died (exit code 1)"}
     results = Results((a_result(a_run(), failed=failed, not_run=["lmcache"]),))
-    text = report.page(results)
+    text = report.details(results)
     row = next(line for line in text.splitlines() if line.startswith("| `tiered` |"))
     assert row.endswith("| 12.2 (12.1 … 12.3) | 1.22 | 0.995 | 36 of 36 | 36 of 36 |")
     assert "| P5 | batch from the tier: offloading_blhnc over tiered (table 1) | 1.2000 x |" in text

@@ -50,7 +50,7 @@ def test_workflows_run_make_targets_that_exist() -> None:
     ]
     assert {command.split()[0] for command in commands} == {"make"}
     called = {command.split()[1] for command in commands}
-    assert called >= {"lint", "unit", "test", "wheel", "wheels"}
+    assert called >= {"lint", "docs", "unit", "test", "wheel", "wheels"}
     assert called <= targets
 
 

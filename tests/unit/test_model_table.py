@@ -13,8 +13,10 @@ from tools.model_table import (
     ROWS,
     Row,
     State,
+    feature_tests_table,
     models_table,
     named_table,
+    named_tests_table,
     sentence,
 )
 
@@ -69,18 +71,20 @@ def test_sentences_come_from_the_source() -> None:
         sentence("KV-cache group")
 
 
-def test_the_table_has_a_line_for_each_row() -> None:
-    lines = models_table().splitlines()
-    assert len(lines) == 2 + len(ROWS)
+def test_the_tables_have_a_line_for_each_row() -> None:
     assert len({row.feature for row in ROWS}) == len(ROWS)
-    assert all(line.count(" | ") == 3 for line in lines)
+    for table, bars in ((models_table(), 2), (feature_tests_table(), 1)):
+        lines = table.splitlines()
+        assert len(lines) == 2 + len(ROWS)
+        assert all(line.count(" | ") == bars for line in lines)
 
 
 def test_models_by_name_have_a_line_each_and_say_what_shows_it() -> None:
-    lines = named_table().splitlines()
-    assert len(lines) == 2 + len(NAMED)
     assert len({model.name for model in NAMED}) == len(NAMED)
-    assert all(line.count(" | ") == 3 for line in lines)
+    for table, bars in ((named_table(), 3), (named_tests_table(), 1)):
+        lines = table.splitlines()
+        assert len(lines) == 2 + len(NAMED)
+        assert all(line.count(" | ") == bars for line in lines)
     assert all(bool(model.test) == bool(model.tiny) for model in NAMED)
 
 
@@ -91,5 +95,11 @@ def test_what_must_be_cached_is() -> None:
         assert feature in cached
 
 
-def test_the_page_is_linked() -> None:
-    assert "(models.md)" in Path(ROOT / "docs" / "architecture.md").read_text()
+def test_the_page_for_users_names_no_test() -> None:
+    assert "tests/" not in (ROOT / "docs" / "models.md").read_text()
+
+
+def test_the_pages_are_linked() -> None:
+    architecture = Path(ROOT / "docs" / "architecture.md").read_text()
+    assert "(models.md)" in architecture
+    assert "(model-tests.md)" in architecture
