@@ -110,7 +110,7 @@ class Session:
 
 class Sessions:
     """The open sessions, limited in number. The client of a closed session only has to send
-    `hello` again. Used on the reactor's thread only."""
+    `hello` again. Used on the reactor's thread only, apart from `rows`."""
 
     def __init__(
         self, max_sessions: int, idle_s: float, on_drop: Callable[[Session], None]
