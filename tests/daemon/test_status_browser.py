@@ -181,6 +181,7 @@ def test_a_daemon_that_is_gone_is_said_to_be(
     assert "first" in page.text("#clients")  # as it was
     daemon.restart()
     eventually(lambda: page.text("#notice") == "")
+    assert page.run("return state.first") == 0  # all samples of the new process
     connect(daemon.endpoint, client="second").put(blocks(1))
     eventually(lambda: "second" in page.text("#clients"))
     assert "first" not in page.text("#clients")

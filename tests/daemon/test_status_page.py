@@ -52,7 +52,8 @@ def test_facts_are_those_of_status_with_history_and_clients(
     assert facts["info"]["endpoints"] == daemon.endpoints
     (row,) = facts["info"]["by_namespace"].values()
     assert (row["client"], row["memory_blocks"]) == ("Qwen/Qwen3-8B", 3)
-    (row,) = facts["clients"]
+    assert facts["clients"]["left_out"] == 0
+    (row,) = facts["clients"]["rows"]
     assert (row["client"], row["transport"], row["pid"]) == ("Qwen/Qwen3-8B", "tcp", 0)
     assert (row["sessions"], row["in_flight"], row["read_only"]) == (1, 0, False)
     history = facts["history"]
@@ -81,11 +82,21 @@ def test_clients_are_told_apart_by_name_and_process(start: StartDaemon, connect:
         connect(daemon.endpoint, client="engine")
     engine.put(blocks(1))
     engine.lend([key(0)])
-    rows = {(row["transport"], row["pid"] > 0): row for row in facts_of(daemon.http)["clients"]}
+    clients = facts_of(daemon.http)["clients"]["rows"]
+    rows = {(row["transport"], row["pid"] > 0): row for row in clients}
     assert set(rows) == {("ipc", True), ("tcp", False)}
     assert rows["tcp", False]["sessions"] == 2
     assert rows["ipc", True]["leased_bytes"] > 0
     attached.close()
+
+
+def test_of_many_clients_the_latest_are_shown(start: StartDaemon, connect: Connect) -> None:
+    daemon = start("--memory", "16MiB", *HTTP)
+    many = [connect(daemon.endpoint, client=f"client {number}") for number in range(101)]
+    clients = facts_of(daemon.http)["clients"]
+    assert (len(clients["rows"]), clients["left_out"]) == (100, 1)
+    many[0].stats()
+    assert "client 0" in {row["client"] for row in facts_of(daemon.http)["clients"]["rows"]}
 
 
 def test_evicted_blocks_are_counted_by_namespace_and_tier(

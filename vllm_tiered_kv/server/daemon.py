@@ -396,7 +396,7 @@ class Daemon:
             "info": self.info,
             "stats": self._stats.stats,
             "evicted_by_namespace": self._evicted_by_namespace,
-            "clients": self._sessions.rows,
+            "clients": self._sessions.facts,
         }
 
     def _evicted_by_namespace(self) -> dict[str, dict[str, int]]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import parse_qs
 
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.server.net.endpoints import is_loopback, is_port
@@ -126,9 +127,10 @@ def _health(problem: str | None) -> _Answer:
 
 def _facts(status: StatusPage, query: str) -> _Answer:
     try:
-        return _Answer(200, status.facts(query).encode(), "application/json")
+        after = int(parse_qs(query).get("after", ["-1"])[-1])
     except ValueError:
         return _text(400, "after must be the number of a sample, as in /status.json?after=12\n")
+    return _Answer(200, status.facts(after).encode(), "application/json")
 
 
 class _Server(ThreadingHTTPServer):

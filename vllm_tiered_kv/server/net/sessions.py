@@ -16,7 +16,7 @@ from vllm_tiered_kv.errors import ErrorCode, ProtocolError
 from vllm_tiered_kv.server.shm.leases import Attachment
 from vllm_tiered_kv.server.tiers.namespace_file import Shape
 
-_MAX_ROWS = 50  # of a status page
+_MAX_ROWS = 100  # keeps the status page short
 _IN_USE_S = 1.0  # a session used more recently than this is not closed for a new one
 
 
@@ -110,7 +110,7 @@ class Session:
 
 class Sessions:
     """The open sessions, limited in number. The client of a closed session only has to send
-    `hello` again. Used on the reactor's thread only, apart from `rows`."""
+    `hello` again. Used on the reactor's thread only, apart from `facts`."""
 
     def __init__(
         self, max_sessions: int, idle_s: float, on_drop: Callable[[Session], None]
@@ -128,9 +128,9 @@ class Sessions:
         """Requests not yet answered."""
         return sum(session.in_flight for session in self._by_peer.values())
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Each process that maps the memory, and other clients by their name: the latest first.
-        From any thread."""
+    def facts(self) -> dict[str, Any]:
+        """Each process that maps the memory, and other clients by their name: the latest first, and
+        how many are left out. From any thread."""
         now = time.monotonic()
         rows: dict[tuple[str, int, str, bool], dict[str, Any]] = {}
         for session in list(self._by_peer.values()):  # copied at once, as other threads change it
@@ -152,7 +152,8 @@ class Sessions:
             row["sessions"] += 1
             row["in_flight"] += session.in_flight
             row["idle_s"] = min(row["idle_s"], round(max(0.0, now - session.last_seen), 1))
-        return sorted(rows.values(), key=lambda row: row["idle_s"])[:_MAX_ROWS]
+        latest = sorted(rows.values(), key=lambda row: row["idle_s"])
+        return {"rows": latest[:_MAX_ROWS], "left_out": len(latest[_MAX_ROWS:])}
 
     def get(self, peer: Peer) -> Session | None:
         return self._by_peer.get(peer)

@@ -53,7 +53,7 @@ class History:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tiered-kv-history", daemon=True)
         self.columns = [
-            *("time", "received", "sent", "missed", "stored", "requests", "errors"),
+            *("time", "received", "sent", "missed", "stored"),
             *(f"{what}_{tier}" for tier in self._tiers for what in ("hit", "used", "evicted")),
             *(f"{kind}_{quantile}" for kind in _OPS for quantile in _QUANTILES),
         ]
@@ -98,8 +98,6 @@ class History:
             stats.get(names.BYTES_OUT.name, 0),
             stats.get(names.MISSES.name, 0),
             stats.get(names.PUTS.name, {}).get("stored", 0),
-            sum(stats.get(names.REQUESTS.name, {}).values()),
-            sum(stats.get(names.ERRORS.name, {}).values()),
         ]
         for tier in self._tiers:
             row += [by_tier.get(tier, 0) for by_tier in (hits, used, evicted)]

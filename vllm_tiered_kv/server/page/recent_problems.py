@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,7 +27,6 @@ class RecentProblems(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._problems: deque[_Problem] = deque(maxlen=_MAX_PROBLEMS)
-        self._own_lock = threading.Lock()
 
     def attach(self) -> None:
         logging.getLogger(_LOGGER).addHandler(self)
@@ -37,18 +35,29 @@ class RecentProblems(logging.Handler):
         logging.getLogger(_LOGGER).removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if record.exc_info is not None and (error := record.exc_info[1]) is not None:
-            text += f": {type(error).__name__}: {error}"
-        text = text[:_MAX_TEXT]
-        with self._own_lock:
-            last = self._problems[-1] if self._problems else None
-            if last is not None and last.text == text:  # one that repeats must not push out others
-                last.time, last.count = record.created, last.count + 1
-            else:
-                self._problems.append(_Problem(record.created, record.levelname.lower(), text))
+        """Called with the handler's lock held."""
+        try:
+            text = _text_of(record)
+        except Exception:  # a message that cannot be formatted must not fail what logs it
+            self.handleError(record)
+            return
+        last = self._problems[-1] if self._problems else None
+        if last is not None and last.text == text:  # one that repeats must not push out others
+            last.time, last.count = record.created, last.count + 1
+        else:
+            self._problems.append(_Problem(record.created, record.levelname.lower(), text))
 
     def facts(self) -> list[dict[str, Any]]:
         """The latest first."""
-        with self._own_lock:
+        self.acquire()
+        try:
             return [asdict(problem) for problem in reversed(self._problems)]
+        finally:
+            self.release()
+
+
+def _text_of(record: logging.LogRecord) -> str:
+    text = record.getMessage()
+    if record.exc_info is not None and (error := record.exc_info[1]) is not None:
+        text += f": {type(error).__name__}: {error}"
+    return text[:_MAX_TEXT]

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
 
 from vllm_tiered_kv.server.page.history import History
 from vllm_tiered_kv.server.page.recent_problems import RecentProblems
@@ -33,10 +32,8 @@ class StatusPage:
         self._history = history
         self._problems = problems
 
-    def facts(self, query: str) -> str:
-        """As JSON; ValueError if the query is wrong. `after=N` asks for the samples after the one
-        with this number."""
-        after = int(parse_qs(query).get("after", ["-1"])[-1])
+    def facts(self, after: int) -> str:
+        """As JSON, with the samples after the one with this number."""
         return json.dumps(
             {
                 "time": time.time(),
