@@ -1,6 +1,6 @@
 """Makes the picture of the status page in README.md, with a real daemon, traffic and Chromium.
 
-python -m tools.status_picture --seconds 240
+python -m tools.status_picture
 
 The traffic is made up: chats of two models ask for their history and add to it, and most questions
 are to recent chats. It needs chromium and chromium-driver.
@@ -54,8 +54,10 @@ class Engine:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=240.0, help="of traffic [240]")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=300.0, help="of traffic [300]")
     parser.add_argument("--out", type=Path, default=TARGET, help="PNG to write")
     parser.add_argument("--dark", action="store_true", help="in dark colours")
     given = parser.parse_args()

@@ -64,6 +64,8 @@ def test_values_and_charts_follow_puts_and_gets(
     assert "Qwen/Qwen3-8B" in page.text("#clients")
     assert "12 KiB of 16 MiB" in page.text("#tiers")
     assert "of 32 MiB" in page.text("#tiers")
+    tiers = page.run("return [...document.querySelectorAll('.tier > span')].map(s => s.innerText)")
+    assert tiers == ["memory", "ssd"]
     charts = page.run("return [...document.querySelectorAll('#charts h2')].map(h => h.innerText)")
     assert len(charts) == 6
     eventually(lambda: "memory 75 %" in page.text("#charts"))  # of the hit rate
@@ -179,6 +181,7 @@ def test_a_daemon_that_is_gone_is_said_to_be(
     daemon.kill()
     eventually(lambda: re.search(r"Not reachable since \d\d:\d\d:\d\d", page.text("#notice")))
     assert "first" in page.text("#clients")  # as it was
+    assert "healthy" not in page.text("header")
     daemon.restart()
     eventually(lambda: page.text("#notice") == "")
     assert page.run("return state.first") == 0  # all samples of the new process

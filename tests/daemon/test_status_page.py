@@ -78,13 +78,13 @@ def test_clients_are_told_apart_by_name_and_process(start: StartDaemon, connect:
     daemon = start("--memory", "16MiB", *HTTP)
     attached = attach(daemon.ipc_path)
     engine = connect(daemon.ipc, client="engine", arena=attached.token)
-    for _ in range(2):
-        connect(daemon.endpoint, client="engine")
+    for endpoint in (daemon.endpoint, daemon.endpoint, daemon.ipc):
+        connect(endpoint, client="engine")
     engine.put(blocks(1))
     engine.lend([key(0)])
     clients = facts_of(daemon.http)["clients"]["rows"]
     rows = {(row["transport"], row["pid"] > 0): row for row in clients}
-    assert set(rows) == {("ipc", True), ("tcp", False)}
+    assert set(rows) == {("ipc", True), ("ipc", False), ("tcp", False)}
     assert rows["tcp", False]["sessions"] == 2
     assert rows["ipc", True]["leased_bytes"] > 0
     attached.close()
