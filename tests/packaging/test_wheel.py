@@ -135,7 +135,7 @@ def names_of(wheel: Path) -> set[str]:
 def sources(tree: Path) -> set[str]:
     """What of the package belongs into a wheel."""
     files = (tree / PACKAGE).rglob("*")
-    wanted = (".py", ".pyi", ".typed")
+    wanted = (".py", ".pyi", ".html", ".typed")
     return {file.relative_to(tree).as_posix() for file in files if file.suffix in wanted} | {
         f"{PACKAGE}/py.typed"
     }

@@ -118,7 +118,8 @@ def serve(options: ServerOptions) -> int:
     for line in daemon.tier_lines:
         logger.info(line)
     if daemon.http_address is not None:
-        logger.info("metrics on http://%s/metrics", daemon.http_address)
+        address = daemon.http_address
+        logger.info("status page on http://%s/, metrics on http://%s/metrics", address, address)
     for endpoint in daemon.endpoints:
         logger.info("listening on %s", endpoint)
     logger.info("ready after %.1f s", time.monotonic() - started)

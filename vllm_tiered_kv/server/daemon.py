@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,9 @@ from vllm_tiered_kv.server.net.outbox import Outbox
 from vllm_tiered_kv.server.net.reactor import Reactor
 from vllm_tiered_kv.server.net.sessions import Listener, Sessions
 from vllm_tiered_kv.server.options import ServerOptions
+from vllm_tiered_kv.server.page.history import History
+from vllm_tiered_kv.server.page.recent_problems import RecentProblems
+from vllm_tiered_kv.server.page.status_page import StatusPage
 from vllm_tiered_kv.server.requests.claims import Claims
 from vllm_tiered_kv.server.requests.handlers import Handlers
 from vllm_tiered_kv.server.requests.pin_handlers import PinHandlers
@@ -106,6 +109,8 @@ class Daemon:
         self._authenticator: ZapAuthenticator | None = None
         self._http: HttpServer | None = None
         self._http_token: str | None = None
+        self._history: History | None = None
+        self._recent_problems = RecentProblems()
         self._opened: TieredStore | None = None
         self._stopping = False
         self.all_written = True
@@ -117,6 +122,7 @@ class Daemon:
 
     def _open(self) -> None:
         options, reactor = self.options, self._reactor
+        self._recent_problems.attach()
         clients = self._open_sockets()
         self._store = self._opened = opening.open_tiers(options, self._recorder)
         self._store.collect_with(reactor.watch)
@@ -182,12 +188,15 @@ class Daemon:
         reactor.every(1.0, self._leases.log_silent)
         reactor.every(30.0, self._sessions.drop_idle)
         if options.http != "off":
+            self._history = History(self._stats.stats, durations, list(self._store.usages()))
+            self._history.start()
             self._http = HttpServer(
                 options.http,
                 self._stats.prometheus,
                 self._health_problem,
                 self._http_token,
                 options.http_open,
+                StatusPage(self._facts(), self._history, self._recent_problems),
             )
 
     def _open_sockets(self) -> Clients | None:
@@ -278,8 +287,11 @@ class Daemon:
             self._reactor.post(self._reactor.stop)
 
     def _close(self) -> None:
+        if self._history is not None:
+            self._history.close()
         if self._http is not None:
             self._http.close()
+        self._recent_problems.detach()
         self._arena.close()
         self._close_sockets(linger_ms=1000)
         self._namespaces.close()  # writes into the SSD folder, so before its lock is released
@@ -289,6 +301,9 @@ class Daemon:
         self._reactor.close()
 
     def _close_partly_opened(self) -> None:
+        self._recent_problems.detach()
+        if self._history is not None:
+            self._history.close()
         if self._opened is not None:
             self._opened.close()
         for listening in self._arena_sockets:
@@ -372,6 +387,24 @@ class Daemon:
                 if isinstance(nbytes, int) and f"{tier}_bytes" in row:
                     labels = (namespace, str(row["client"]), tier)
                     yield names.NAMESPACE_BYTES, labels, nbytes
+
+    def _facts(self) -> dict[str, Callable[[], Any]]:
+        """For the status page."""
+        return {
+            "problem": self._health_problem,
+            "started": lambda: self._started_at,
+            "info": self.info,
+            "stats": self._stats.stats,
+            "evicted_by_namespace": self._evicted_by_namespace,
+            "clients": self._sessions.facts,
+        }
+
+    def _evicted_by_namespace(self) -> dict[str, dict[str, int]]:
+        """Blocks evicted since the start, by tier and namespace."""
+        return {
+            tier: {namespace.hex(): count for namespace, count in evicted.items()}
+            for tier, evicted in self._store.evictions_by_namespace().items()
+        }
 
     def _health_problem(self) -> str | None:
         if self._stopping:

@@ -112,18 +112,19 @@ class ServerOptions:
     )
     http: str = switchable_text(
         "127.0.0.1:9528",
-        "Address of `/metrics` and `/healthz`; `off` disables both. An address other than "
-        "loopback, such as `0.0.0.0:9528`, needs `http_token` or `http_open`.",
+        "Address of the status page (`/`), `/metrics` and `/healthz`; `off` disables all. An "
+        "address other than loopback, such as `0.0.0.0:9528`, needs `http_token` or `http_open`.",
     )
     http_token: str = path(
         "",
         "File with a token of 16 to 256 characters. `/metrics` is then only for requests with the "
-        "header `Authorization: Bearer TOKEN`, also on loopback; `/healthz` is for all.",
+        "header `Authorization: Bearer TOKEN`, also on loopback, and the status page asks for the "
+        "token; `/healthz` is for all.",
     )
     http_open: bool = boolean(
         False,
-        "Serve `/metrics` to everyone who reaches the `http` address. It names models and clients, "
-        "and holds no content.",
+        "Serve metrics and status page to everyone who reaches the `http` address. They name "
+        "models and clients and show what the daemon logged, and hold no content.",
     )
     secret_key: str = path(
         "",

@@ -196,6 +196,10 @@ class MemoryStore:
         with self._lock:
             return self._by_namespace.snapshot()
 
+    def evictions_by_namespace(self) -> dict[bytes, int]:
+        with self._lock:
+            return self._by_namespace.evictions()
+
     def close(self) -> None:
         with self._lock:
             if not self._closed:
@@ -535,4 +539,5 @@ class MemoryStore:
 
     def _evicted(self, key: bytes, nbytes: int) -> None:
         self._unpublish(StoreKey(key))
+        self._by_namespace.count_eviction(key)
         self._on_evict(key, nbytes)

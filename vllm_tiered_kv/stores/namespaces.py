@@ -18,6 +18,9 @@ QuotaOf = Callable[[bytes], "int | None"]
 """The quota of a namespace in bytes; None: it has none and shares slabs. The answer for a namespace
 must not change while a store is open."""
 
+_MAX_EVICTED = 1000  # namespaces whose evictions are counted; clients may invent any number
+_MAX_EVICTED_SHOWN = 100
+
 SHARED = b""
 """The owner of slabs that all namespaces without a quota share."""
 
@@ -42,6 +45,7 @@ class NamespaceUsage:
     def __init__(self) -> None:
         self._blocks: Counter[bytes] = Counter()
         self._bytes: Counter[bytes] = Counter()
+        self._evicted: Counter[bytes] = Counter()  # of namespaces without blocks, too
 
     def add(self, key: bytes, nbytes: int) -> None:
         namespace = key[:NAMESPACE_BYTES]
@@ -66,6 +70,16 @@ class NamespaceUsage:
         self._bytes[namespace] -= nbytes
         if not self._blocks[namespace]:
             del self._blocks[namespace], self._bytes[namespace]
+
+    def count_eviction(self, key: bytes) -> None:
+        """In addition to `remove`."""
+        self._evicted[key[:NAMESPACE_BYTES]] += 1
+        if len(self._evicted) > _MAX_EVICTED:
+            self._evicted = Counter(dict(self._evicted.most_common(_MAX_EVICTED // 2)))
+
+    def evictions(self) -> dict[bytes, int]:
+        """Blocks evicted so far, of the namespaces with the most."""
+        return dict(self._evicted.most_common(_MAX_EVICTED_SHOWN))
 
     def snapshot(self) -> dict[bytes, tuple[int, int]]:
         return {name: (count, self._bytes[name]) for name, count in self._blocks.items()}

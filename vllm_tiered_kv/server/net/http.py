@@ -1,7 +1,8 @@
-"""`/metrics` and `/healthz` for monitors, served by threads of their own.
+"""`/metrics` and `/healthz` for monitors, a status page for people, served by threads of their own.
 
-Beyond loopback the page of metrics is for those who send a token, unless the operator says that it
-is open. `/healthz` says no more than whether the daemon is well, and kubelet sends no token.
+Beyond loopback metrics and facts are for those who send a token, unless the operator says that they
+are open. `/healthz` says no more than whether the daemon is well, and kubelet sends no token. The
+document at `/` holds no facts: it asks its reader for the token, and `/status.json` for the facts.
 """
 
 from __future__ import annotations
@@ -13,24 +14,38 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs
 
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.server.net.endpoints import is_loopback, is_port
+from vllm_tiered_kv.server.page.status_page import StatusPage
 
 logger = logging.getLogger(__name__)
 
 _REQUEST_TIMEOUT_S = 5.0  # from connecting to the end of the answer
 _POLL_S = 0.5
 _MAX_CONNECTIONS = 64  # beyond it, the oldest is closed for a new one
+_PUBLIC = ("/", "/healthz")  # without the token
+
+
+class _Answer(NamedTuple):
+    status: int
+    body: bytes
+    kind: str = "text/plain; version=0.0.4; charset=utf-8"  # as Prometheus wants it
+    policy: str = "default-src 'none'"
+
+
+Pages = Mapping[str, Callable[[str], _Answer]]
+"""By path; each is called with the query."""
 
 
 class HttpServer:
-    """Serves both pages until `close`. `health_problem` returns why the daemon is unhealthy, or
-    None; like `metrics`, it is called from HTTP threads."""
+    """Serves the pages until `close`. `health_problem` returns why the daemon is unhealthy, or
+    None; like `metrics` and `status`, it is called from HTTP threads."""
 
     def __init__(
         self,
@@ -39,13 +54,18 @@ class HttpServer:
         health_problem: Callable[[], str | None],
         token: str | None = None,
         is_open: bool = False,
+        status: StatusPage | None = None,
     ) -> None:
-        """With a `token`, `/metrics` is for those who send it."""
+        """With a `token`, metrics and facts are for those who send it."""
         host, port = parse_address(address, token is not None or is_open)
-        pages: dict[str, Callable[[], tuple[int, str]]] = {
-            "/metrics": lambda: (200, metrics()),
-            "/healthz": lambda: _health(health_problem()),
+        pages: dict[str, Callable[[str], _Answer]] = {
+            "/metrics": lambda query: _text(200, metrics()),
+            "/healthz": lambda query: _health(health_problem()),
         }
+        if status is not None:
+            html = _Answer(200, status.document, "text/html; charset=utf-8", status.policy)
+            pages["/"] = lambda query: html
+            pages["/status.json"] = lambda query: _facts(status, query)
         try:
             kind = _Server6 if ":" in host else _Server
             self._server = kind((host, port), _handler(pages, token))
@@ -97,8 +117,20 @@ def read_token(path: str) -> str:
     return token
 
 
-def _health(problem: str | None) -> tuple[int, str]:
-    return (200, "ok\n") if problem is None else (503, f"{problem}\n")
+def _text(status: int, text: str) -> _Answer:
+    return _Answer(status, text.encode())
+
+
+def _health(problem: str | None) -> _Answer:
+    return _text(200, "ok\n") if problem is None else _text(503, f"{problem}\n")
+
+
+def _facts(status: StatusPage, query: str) -> _Answer:
+    try:
+        after = int(parse_qs(query).get("after", ["-1"])[-1])
+    except ValueError:
+        return _text(400, "after must be the number of a sample, as in /status.json?after=12\n")
+    return _Answer(200, status.facts(after).encode(), "application/json")
 
 
 class _Server(ThreadingHTTPServer):
@@ -150,9 +182,7 @@ class _Server6(_Server):
     address_family = socket.AF_INET6
 
 
-def _handler(
-    pages: dict[str, Callable[[], tuple[int, str]]], token: str | None
-) -> type[BaseHTTPRequestHandler]:
+def _handler(pages: Pages, token: str | None) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         timeout = _REQUEST_TIMEOUT_S
         server_version = "tiered-kv-server"
@@ -165,24 +195,28 @@ def _handler(
             self._answer(with_body=True)
 
         def _answer(self, with_body: bool) -> None:
-            name = self.path.partition("?")[0]
+            name, _, query = self.path.partition("?")
             page = pages.get(name)
             if page is None:
-                status, text = 404, "try /metrics or /healthz\n"
-            elif name != "/healthz" and not self._is_admitted():
-                status, text = 401, "send the token of http_token: Authorization: Bearer TOKEN\n"
+                answer = _text(404, f"try one of {' '.join(pages)}\n")
+            elif name not in _PUBLIC and not self._is_admitted():
+                how = "send the token of http_token: Authorization: Bearer TOKEN\n"
+                answer = _text(401, how)
             else:
-                status, text = page()
-            body = text.encode()
-            self.send_response(status)
-            if status == 401:
+                answer = page(query)
+            self.send_response(answer.status)
+            if answer.status == 401:
                 self.send_header("WWW-Authenticate", "Bearer")
-            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Type", answer.kind)
+            self.send_header("Content-Length", str(len(answer.body)))
+            self.send_header("Content-Security-Policy", answer.policy)
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.send_header("Referrer-Policy", "no-referrer")
+            self.send_header("Cache-Control", "no-store")
             self.send_header("Connection", "close")
             self.end_headers()
             if with_body:
-                self.wfile.write(body)
+                self.wfile.write(answer.body)
 
         def _is_admitted(self) -> bool:
             if token is None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import zmq
 
@@ -15,6 +16,7 @@ from vllm_tiered_kv.errors import ErrorCode, ProtocolError
 from vllm_tiered_kv.server.shm.leases import Attachment
 from vllm_tiered_kv.server.tiers.namespace_file import Shape
 
+_MAX_ROWS = 100  # keeps the status page short
 _IN_USE_S = 1.0  # a session used more recently than this is not closed for a new one
 
 
@@ -108,7 +110,7 @@ class Session:
 
 class Sessions:
     """The open sessions, limited in number. The client of a closed session only has to send
-    `hello` again. Used on the reactor's thread only."""
+    `hello` again. Used on the reactor's thread only, apart from `facts`."""
 
     def __init__(
         self, max_sessions: int, idle_s: float, on_drop: Callable[[Session], None]
@@ -125,6 +127,33 @@ class Sessions:
     def in_flight(self) -> int:
         """Requests not yet answered."""
         return sum(session.in_flight for session in self._by_peer.values())
+
+    def facts(self) -> dict[str, Any]:
+        """Each process that maps the memory, and other clients by their name: the latest first, and
+        how many are left out. From any thread."""
+        now = time.monotonic()
+        rows: dict[tuple[str, int, str, bool], dict[str, Any]] = {}
+        for session in list(self._by_peer.values()):  # copied at once, as other threads change it
+            pid = 0 if session.attachment is None else session.attachment.pid
+            transport = "ipc" if session.peer.listener.is_local else "tcp"
+            row = rows.setdefault(
+                (session.client, pid, transport, session.read_only),
+                {
+                    "client": session.client,
+                    "pid": pid,
+                    "transport": transport,
+                    "read_only": session.read_only,
+                    "sessions": 0,
+                    "in_flight": 0,
+                    "idle_s": math.inf,
+                    "leased_bytes": 0 if session.attachment is None else session.attachment.nbytes,
+                },
+            )
+            row["sessions"] += 1
+            row["in_flight"] += session.in_flight
+            row["idle_s"] = min(row["idle_s"], round(max(0.0, now - session.last_seen), 1))
+        latest = sorted(rows.values(), key=lambda row: row["idle_s"])
+        return {"rows": latest[:_MAX_ROWS], "left_out": len(latest[_MAX_ROWS:])}
 
     def get(self, peer: Peer) -> Session | None:
         return self._by_peer.get(peer)

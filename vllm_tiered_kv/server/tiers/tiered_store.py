@@ -395,6 +395,13 @@ class TieredStore:
             usages[_SSD] = self.ssd.usage_by_namespace()
         return usages
 
+    def evictions_by_namespace(self) -> dict[str, dict[bytes, int]]:
+        """Blocks that each tier has evicted. Unknown for a backing store."""
+        evictions = {_MEMORY: self.memory.evictions_by_namespace()}
+        if self.ssd is not None:
+            evictions[_SSD] = self.ssd.evictions_by_namespace()
+        return evictions
+
     def drain(
         self, progress: Callable[[str, int], None] = lambda tier, left: None
     ) -> list[Unwritten]:

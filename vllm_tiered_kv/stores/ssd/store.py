@@ -209,6 +209,10 @@ class SsdStore:
         with self._lock:
             return self._table.by_namespace.snapshot()
 
+    def evictions_by_namespace(self) -> dict[bytes, int]:
+        with self._lock:
+            return self._table.by_namespace.evictions()
+
     # ---- read ---------------------------------------------------------------------------------
 
     def get(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[bool]:
