@@ -139,13 +139,18 @@ def test_daemon_without_the_library_says_what_to_install(tmp_path: Path) -> None
     assert "pip install 'vllm-tiered-kv[mooncake]'" in said.stderr
 
 
-def test_unknown_scheme_names_the_known_ones() -> None:
+def test_unknown_scheme_names_the_known_ones_and_their_extras() -> None:
     said = subprocess.run(
         [sys.executable, "-m", "vllm_tiered_kv.server.cli", "--backing", "moon://localhost"],
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert said.returncode == 2
-    assert "must start with one of file://, mooncake://, redis://, rediss://" in said.stderr
+    assert (
+        "must start with one of file://, "
+        "mooncake:// (needs pip install 'vllm-tiered-kv[mooncake]'), "
+        "redis:// (needs pip install 'vllm-tiered-kv[redis]'), "
+        "rediss:// (needs pip install 'vllm-tiered-kv[redis]')"
+    ) in said.stderr
 
 
 def test_library_of_mooncake_is_loaded_only_for_mooncake() -> None:

@@ -72,6 +72,7 @@ class _Scheme:
     packages: str = ""  # of the system, that the library needs
 
 
+_INSTALL = "pip install 'vllm-tiered-kv[{}]'"
 _REDIS = _Scheme("vllm_tiered_kv.stores.redis.store", "redis")
 _SCHEMES = {
     "file": _Scheme("vllm_tiered_kv.stores.shared_dir.backing"),
@@ -100,11 +101,15 @@ def redacted(url: str) -> str:
     return re.sub(r"(?<=://)([^/?#@:]*):.*@", r"\1:***@", url)
 
 
+def _needs(scheme: _Scheme) -> str:
+    return f" (needs {_INSTALL.format(scheme.extra)})" if scheme.extra else ""
+
+
 def _module_of(url: str) -> StoreModule:
     name, separator, _ = url.partition("://")
     scheme = _SCHEMES.get(name) if separator else None
     if scheme is None:
-        known = ", ".join(f"{name}://" for name in _SCHEMES)
+        known = ", ".join(f"{name}://" + _needs(scheme) for name, scheme in _SCHEMES.items())
         raise ConfigError("backing", f"{redacted(url)!r} must start with one of {known}")
     try:
         return cast(StoreModule, importlib.import_module(scheme.module))
@@ -120,5 +125,5 @@ def _module_of(url: str) -> StoreModule:
         raise ConfigError(
             "backing",
             f"{name}:// needs a library that is not installed ({error.name}); run "
-            f"pip install 'vllm-tiered-kv[{scheme.extra}]'",
+            + _INSTALL.format(scheme.extra),
         ) from error
