@@ -86,7 +86,8 @@ def test_daemon_whose_node_is_killed_serves_misses_and_all_blocks_after_that(
         thread.start()
         time.sleep(0.3)
         servers.nodes[0].kill()
-        client.put(blocks(20, SIZE, start=500))
+        offered = blocks(20, SIZE, start=500)
+        client.put(offered)
         servers.wait_for_nodes(1)
         stop.set()
         thread.join(60)
@@ -96,7 +97,10 @@ def test_daemon_whose_node_is_killed_serves_misses_and_all_blocks_after_that(
         for n in range(0, 200, 20):
             some = {key: wanted[key] for key in keys[n : n + 20]}
             eventually(lambda some=some: client.get(list(some), stream=True) == some)
-        assert daemon.terminate() == 0
+        kept = client.get(list(offered), stream=True)
+        assert kept.items() <= offered.items()
+        # What the node did not take and memory has evicted since is lost, and the stop says so.
+        assert daemon.terminate() == int(kept != offered)
         assert "Traceback" not in daemon.logs
 
 
