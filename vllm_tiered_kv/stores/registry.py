@@ -8,7 +8,6 @@ add an entry to `_SCHEMES` and, if it needs a library, an extra to `pyproject.to
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -16,6 +15,7 @@ from typing import Protocol, cast
 from vllm_tiered_kv.core.store import LowerStore, StoreUsage
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.native.cpu import HostRegion
+from vllm_tiered_kv.options import redacted
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,6 @@ def check(options: BackingOptions) -> None:
 
 def open_store(options: BackingOptions) -> BackingStore:
     return _module_of(options.url).open_store(options)
-
-
-def redacted(url: str) -> str:
-    """The URL without its password, for logs and errors. Rather hides too much, as a password may
-    have characters that should have been encoded."""
-    return re.sub(r"(?<=://)([^/?#@:]*):.*@", r"\1:***@", url)
 
 
 def _needs(scheme: _Scheme) -> str:
