@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -272,6 +274,68 @@ def test_store_of_whose_transfers_none_ends_counts_as_down(
             assert store.get(wanted, buffers(1), within(0.1)) == [False]
         eventually(lambda: store.available)
         eventually(lambda: _reads(store, wanted))
+
+
+_STOPS = """
+import sys, time
+from tests.remote.engine import IDENTITY, NBYTES, block_keys, buffers, items, within
+from vllm_tiered_kv.connector.direct_store import DirectStore
+from vllm_tiered_kv.core.key import RankTag
+from vllm_tiered_kv.core.store import store_key
+from vllm_tiered_kv.errors import TransferPending
+
+store = DirectStore(sys.argv[1], IDENTITY, 10.0)
+keys = [store_key(IDENTITY.namespace, key, RankTag()) for key in block_keys("stops", 8)]
+store.put(items(keys))
+print("stored", flush=True)
+sys.stdin.readline()
+try:
+    store.get(keys, buffers(8), within(0.2))
+except TransferPending:
+    print("pending", flush=True)
+store.close()
+"""
+
+
+@pytest.mark.slow
+def test_process_whose_transfer_hangs_ends(tmp_path: Path) -> None:
+    with mooncake_servers() as servers:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _STOPS, servers.url],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "stored\n"
+            with contextlib.ExitStack() as frozen:
+                for node in servers.nodes:
+                    frozen.enter_context(node.frozen())
+                said, _ = process.communicate("\n", timeout=90)
+                assert said.startswith("pending\n")
+                assert process.returncode == 0
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_refused_password_is_told_once_and_never_shown(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_tiered_kv.connector.direct_store._OPEN_AGAIN_S", 0.0)
+    with redis_server("--requirepass", "right") as server:
+        url = server.url.replace("redis://", "redis://:wrong-one@")
+        with direct(url) as store:
+            for _ in range(3):
+                assert store.match_all(block_keys("a", 1), RANKS, 0, within(5)) is None
+            assert not store.is_up
+            assert store.counts.failed_calls >= 3
+    (told,) = [line for line in caplog.messages if "cannot use the store" in line]
+    assert "user or password" in told
+    assert "continuing without it" in told
+    assert "wrong-one" not in caplog.text
 
 
 def _reads(store: DirectStore, wanted: list[StoreKey]) -> Any:

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _SCHEMES = ("mooncake", "redis", "rediss")  # they limit themselves; a folder needs a daemon's gc
 _MAX_TIMEOUT_S = 2.0  # for an answer of the store; a load may need several
-_OPEN_AGAIN_S = 10.0
+_OPEN_AGAIN_S = 60.0  # after a refusal, which an operator has to mend
 _MAX_LATE = 8  # transfers past their deadline; beyond it the store counts as down
 
 _Result = TypeVar("_Result")
@@ -71,10 +71,11 @@ class DirectStore:
         try:
             registry.check(self._options)
         except ConfigError as error:
-            raise ConfigError("remote", str(error).removeprefix(f"{error.key}: ")) from error
+            raise ConfigError("remote", _without_key(error)) from error
         self._store: BackingStore | None = None
         self._opening = threading.Lock()
         self._open_not_before = 0.0
+        self._told = ""  # why it could not be opened
         self._regions: list[HostRegion] = []
         self._lock = threading.Lock()
         self._late: set[Future[Any]] = set()
@@ -109,7 +110,8 @@ class DirectStore:
                 self._store.use_memory(region)
 
     def close(self) -> None:
-        """Later calls are misses. Transfers that hang are left to the end of the process."""
+        """Later calls are misses. The process ends after transfers that hang, which the client
+        library gives up within a minute."""
         self._closed = True
         with self._opening:
             if self._store is not None:
@@ -202,7 +204,10 @@ class DirectStore:
         except (ConfigError, OSError) as error:
             self._open_not_before = now + _OPEN_AGAIN_S
             self._count_failure()
-            logger.warning("cannot use %s: %s; continuing without it", self.address, error)
+            why = _without_key(error)
+            if why != self._told:
+                self._told = why
+                logger.warning("cannot use the store in `remote`: %s; continuing without it", why)
             return
         store.on_unanswered = self._count_failure
         with self._lock:
@@ -231,7 +236,8 @@ class DirectStore:
                 ended.set_exception(error)
 
         try:
-            threading.Thread(target=run, name="tiered-kv-transfer", daemon=True).start()
+            # No daemon thread: if the process ended before it, the client library would crash.
+            threading.Thread(target=run, name="tiered-kv-transfer").start()
         except RuntimeError:  # the system has no thread left
             return None
         if not wait([ended], end - time.monotonic()).not_done:
@@ -248,3 +254,10 @@ class DirectStore:
     def _count_failure(self) -> None:
         with self._lock:
             self._failed_calls += 1
+
+
+def _without_key(error: ConfigError | OSError) -> str:
+    """The text of an error that names the daemon's option."""
+    return (
+        str(error).removeprefix(f"{error.key}: ") if isinstance(error, ConfigError) else str(error)
+    )
