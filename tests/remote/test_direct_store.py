@@ -141,6 +141,19 @@ def test_secrets_of_a_store_are_not_taken_for_options() -> None:
     assert TieredKVConfig.load({"remote": "redis://a"}, environ).remote == ("redis://a",)
 
 
+def test_libraries_of_stores_are_loaded_only_for_them() -> None:
+    program = (
+        "import sys\n"
+        "from tests.remote.engine import IDENTITY\n"
+        "from vllm_tiered_kv.config import TieredKVConfig\n"
+        "from vllm_tiered_kv.connector.worker.remote_io import open_cluster\n"
+        "config = TieredKVConfig.load({'remote': 'tcp://127.0.0.1:1'})\n"
+        "open_cluster(config, IDENTITY).close()\n"
+        "assert not {'mooncake', 'redis'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+
+
 def test_absent_store_is_a_miss_until_it_is_there() -> None:
     with mooncake_servers() as servers:
         servers.kill()

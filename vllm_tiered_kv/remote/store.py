@@ -83,7 +83,7 @@ class RemoteStore:
     ) -> None:
         """`timeout_s` is the time for calls without a deadline; calls that move blocks get another
         second for every 64 MiB."""
-        self.address: ServerAddress = ServerAddress.parse(address)
+        self.address = ServerAddress.parse(address)
         self.identity = identity
         self.breaker = breaker or Breaker(f"the daemon at {self.address}")
         self._timeout = timeout_s
