@@ -182,7 +182,8 @@ class TieredKVConfig:
         "Addresses of cache daemons (`tiered-kv-server`), one or a list. `ipc:///path` on the"
         " same host shares the daemon's memory; `tcp://host:port` uses the network. "
         "Rendezvous hashing distributes blocks over several daemons; losing one costs only "
-        "its share of the blocks.",
+        "its share of the blocks. Or a [store](stores.md#without-a-daemon) without a daemon: "
+        "`mooncake://master:port`, `redis://host:port` or `rediss://host:port`.",
     )
     portable_shards: int = integer(
         0,
@@ -283,9 +284,14 @@ class TieredKVConfig:
         return ", ".join(changed)
 
 
-# Read by setup.py, and left in the environment of many an image; not options of the connector.
+# Not options of the connector: read by setup.py and left in the environment of many an image, and
+# secrets of a store.
 _OTHER_VARIABLES = frozenset(
-    ENV_PREFIX + name for name in ("CUDA", "CUDA_ARCHS", "SANITIZE", "BUILD_JOBS", "KEEP_BUILT")
+    ENV_PREFIX + name
+    for name in (
+        *("CUDA", "CUDA_ARCHS", "SANITIZE", "BUILD_JOBS", "KEEP_BUILT"),
+        *("REDIS_USERNAME", "REDIS_PASSWORD"),
+    )
 )
 
 

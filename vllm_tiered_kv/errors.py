@@ -6,7 +6,7 @@ Errors carry their details as fields, so that callers branch on types and values
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 
 class TieredKVError(Exception):
@@ -108,6 +108,15 @@ class NotDeletedError(TieredKVError, RuntimeError):
         super().__init__(f"{blocks} blocks could not be deleted: {reason}")
         self.blocks = blocks
         self.reason = reason
+
+
+class TransferPending(TieredKVError, RuntimeError):
+    """A transfer has not ended by its deadline, and may still read or write its buffers."""
+
+    def __init__(self, on_end: Callable[[Callable[[], None]], None]) -> None:
+        """`on_end` calls a function when the transfer has ended, at once if it has already."""
+        super().__init__("the store has not answered in time")
+        self.on_end = on_end
 
 
 class ReplayError(TieredKVError, RuntimeError):

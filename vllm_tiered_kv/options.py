@@ -199,8 +199,12 @@ def path(default: str, help: str) -> Any:
 
 
 def addresses(default: tuple[str, ...], help: str) -> Any:
-    """Addresses of daemons: one, a list, or several in one string, separated by commas."""
-    return _option(default, Kind(_parse_addresses, " ".join, "ADDRESS", "address or list"), help)
+    """Addresses of servers: one, a list, or several in one string, separated by commas."""
+
+    def show(value: tuple[str, ...]) -> str:
+        return " ".join(map(redacted, value))
+
+    return _option(default, Kind(_parse_addresses, show, "ADDRESS", "address or list"), help)
 
 
 def texts(default: list[str], help: str, metavar: str) -> Any:
@@ -301,10 +305,16 @@ def parse_number(key: str, value: object, low: float, high: float, unit: str = "
 
 def _parse_addresses(key: str, value: object) -> tuple[str, ...]:
     """`remote.address` says what each may look like."""
-    parts = value.split(",") if isinstance(value, str) else value
+    parts = re.split(r",(?=\s*(?:[a-z]+://|$))", value) if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple)) or not all(isinstance(p, str) for p in parts):
         raise ConfigError(key, f'expected an address such as "tcp://host:9527", got {value!r}')
     return tuple(part.strip() for part in parts if part.strip())
+
+
+def redacted(url: str) -> str:
+    """The URL without its password, for logs and errors. Rather hides too much, as a password may
+    have characters that should have been encoded."""
+    return re.sub(r"(?<=://)([^/?#@:]*):.*@", r"\1:***@", url)
 
 
 def _parse_text(key: str, value: object) -> str:

@@ -25,7 +25,7 @@ from vllm_tiered_kv.server.net.sessions import Listener, Peer
 from vllm_tiered_kv.wire.codec import encode_request
 
 MIB = 1 << 20
-LIMIT = ("--memory", "32MiB", "--network-memory", "64MiB")
+LIMIT = ("--memory", "32MiB", "--network-memory", "64MiB", "--prefault", "false")
 TOO_MUCH = "messages use more than network_memory"
 LISTENER = Listener(zmq.Context.instance().socket(zmq.ROUTER), "tcp://", is_local=False)
 LISTENER.socket.close()

@@ -33,7 +33,8 @@ def main(model: str, options: dict, stored_blocks: int, count: int, ranks: int) 
     def counters() -> dict[str, float]:
         found: dict[str, float] = {}
         for metric in llm.get_metrics():
-            if metric.name.startswith("vllm:tiered_kv_") and "tier" in metric.labels:
+            is_ours = metric.name.startswith("vllm:tiered_kv_") and "tier" in metric.labels
+            if is_ours and hasattr(metric, "value"):  # a histogram has none
                 name = f"{metric.name.removeprefix('vllm:tiered_kv_')}[{metric.labels['tier']}]"
                 found[name] = found.get(name, 0) + metric.value
         return found

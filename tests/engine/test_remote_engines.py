@@ -1,4 +1,4 @@
-"""Real engines in processes of their own that share a daemon, and outlive each other's death."""
+"""Real engines in processes of their own that share blocks, and outlive each other's death."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 from tests.daemon.daemon_process import DaemonProcess
 from tests.engine.engine_apart import told_in
 from tests.engine.remote_run import BLOCK, LENGTHS
+from tests.stores.mooncake_servers import mooncake_servers
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,6 +107,17 @@ def test_engines_share_a_daemon_across_their_sizes_their_deaths_and_its_own(
         _assert_alike(third, second)
         assert third["counters"]["loaded_blocks[remote]"] == sum(WHOLE) // BLOCK
         assert "recovered" in daemon.logs
+
+
+def test_engines_share_a_mooncake_store_without_a_daemon(random_model: Path) -> None:
+    with mooncake_servers() as servers:
+        blocks = sum(length // BLOCK for length in LENGTHS)
+        first = run_and_kill(random_model, servers.url, blocks, ranks=2)
+        assert [answer["cached"] for answer in first["answers"]] == [0] * len(LENGTHS)
+        second = run_and_kill(random_model, servers.url)
+        assert [answer["cached"] for answer in second["answers"]] == WHOLE
+        _assert_alike(second, first)
+        assert second["counters"].get("load_failures[remote]", 0) == 0
 
 
 def _assert_alike(one: dict, other: dict) -> None:

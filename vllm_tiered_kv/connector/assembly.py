@@ -65,7 +65,8 @@ from vllm_tiered_kv.errors import ConfigError, TieredKVError
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.remote.address import EngineIdentity
-from vllm_tiered_kv.remote.placement import Cluster
+from vllm_tiered_kv.remote.block_server import BlockServer
+from vllm_tiered_kv.remote.placement import ServerGroup
 from vllm_tiered_kv.wire.limits import MAX_TEXT
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ def _compute_once(
 
 def _remote_tier(
     config: TieredKVConfig,
-    cluster: Cluster,
+    cluster: ServerGroup[BlockServer],
     tier: CpuTier,
     vllm_config: VllmConfig,
     replicas: int,

@@ -17,8 +17,8 @@ its runs, so that short runs do not cost a query each.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +26,12 @@ import numpy.typing as npt
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.remote.address import EngineIdentity, ServerAddress
+from vllm_tiered_kv.remote.block_server import BlockServer
 from vllm_tiered_kv.remote.curve import CurveKeys
 from vllm_tiered_kv.remote.store import RemoteStore
 
 _Key = TypeVar("_Key", bound=bytes)
+_Server = TypeVar("_Server", bound=BlockServer, covariant=True)
 
 RUN_BLOCKS = 64
 """Blocks of a run. Only clients with runs of the same length find each other's blocks."""
@@ -102,37 +104,24 @@ def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return values ^ (values >> np.uint64(33))
 
 
-class Cluster:
-    """Several daemons as one tier; while one is down, only its share of the blocks is lost. Each
+class ServerGroup(Generic[_Server]):
+    """Servers of blocks as one tier; while one is down, only its share of the blocks is lost. Each
     scheduler, worker and `TokenCache` has one. Any thread may call it."""
 
     def __init__(
         self,
-        addresses: Sequence[str],
         identity: EngineIdentity,
-        *,
-        timeout_s: float = 2.0,
-        connect_timeout_s: float = 0.5,
-        curve: CurveKeys | None = None,
-        max_connections: int = 8,
+        stores: Mapping[str, _Server],
+        order: Callable[[bytes], Sequence[str]],
     ) -> None:
+        """`order` returns the addresses for an anchor, best first."""
         self.identity = identity
-        self.placement = Placement(addresses)
-        self.stores = {
-            address: RemoteStore(
-                address,
-                identity,
-                timeout_s=timeout_s,
-                connect_timeout_s=connect_timeout_s,
-                curve=curve,
-                max_connections=max_connections,
-            )
-            for address in self.placement.addresses
-        }
+        self.stores = stores
+        self._order = order
 
-    def server_for(self, anchor_key: bytes) -> RemoteStore | None:
-        """Returns the best daemon for this anchor that is not down; None if all are down."""
-        for address in self.placement.order(anchor_key):
+    def server_for(self, anchor_key: bytes) -> _Server | None:
+        """Returns the best server for this anchor that is not down; None if all are down."""
+        for address in self._order(anchor_key):
             store = self.stores[address]
             if store.available:
                 return store
@@ -144,7 +133,7 @@ class Cluster:
 
     @property
     def is_up(self) -> bool:
-        """Whether the last call to any of the daemons succeeded."""
+        """Whether the last call to any of the servers succeeded."""
         return any(store.is_up for store in self.stores.values())
 
     def close(self) -> None:
@@ -152,12 +141,40 @@ class Cluster:
             store.close()
 
 
+class Cluster(ServerGroup[RemoteStore]):
+    """Several daemons as one tier."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        identity: EngineIdentity,
+        *,
+        timeout_s: float = 2.0,
+        connect_timeout_s: float = 0.5,
+        curve: CurveKeys | None = None,
+        max_connections: int = 8,
+    ) -> None:
+        self.placement = Placement(addresses)
+        stores = {
+            address: RemoteStore(
+                address,
+                identity,
+                timeout_s=timeout_s,
+                connect_timeout_s=connect_timeout_s,
+                curve=curve,
+                max_connections=max_connections,
+            )
+            for address in self.placement.addresses
+        }
+        super().__init__(identity, stores, self.placement.order)
+
+
 def placed_runs(
-    cluster: Cluster, keys: Sequence[bytes], first: int
-) -> Iterator[tuple[int, int, RemoteStore]]:
-    """Yields (start, stop, daemon) of the runs of positions from `first` on that are on one daemon;
-    ends at the first run without an available daemon."""
-    run: tuple[int, int, RemoteStore] | None = None
+    cluster: ServerGroup[_Server], keys: Sequence[bytes], first: int
+) -> Iterator[tuple[int, int, _Server]]:
+    """Yields (start, stop, server) of the runs of positions from `first` on that are on one server;
+    ends at the first run without an available server."""
+    run: tuple[int, int, _Server] | None = None
     for anchor, start, stop in spans(first, len(keys)):
         server = cluster.server_for(keys[anchor])
         if run is not None and run[2] is server:

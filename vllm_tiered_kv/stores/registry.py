@@ -8,7 +8,6 @@ add an entry to `_SCHEMES` and, if it needs a library, an extra to `pyproject.to
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -16,6 +15,7 @@ from typing import Protocol, cast
 from vllm_tiered_kv.core.store import LowerStore, StoreUsage
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.native.cpu import HostRegion
+from vllm_tiered_kv.options import redacted
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class _Scheme:
     packages: str = ""  # of the system, that the library needs
 
 
+_INSTALL = "pip install 'vllm-tiered-kv[{}]'"
 _REDIS = _Scheme("vllm_tiered_kv.stores.redis.store", "redis")
 _SCHEMES = {
     "file": _Scheme("vllm_tiered_kv.stores.shared_dir.backing"),
@@ -94,17 +95,15 @@ def open_store(options: BackingOptions) -> BackingStore:
     return _module_of(options.url).open_store(options)
 
 
-def redacted(url: str) -> str:
-    """The URL without its password, for logs and errors. Rather hides too much, as a password may
-    have characters that should have been encoded."""
-    return re.sub(r"(?<=://)([^/?#@:]*):.*@", r"\1:***@", url)
+def _needs(scheme: _Scheme) -> str:
+    return f" (needs {_INSTALL.format(scheme.extra)})" if scheme.extra else ""
 
 
 def _module_of(url: str) -> StoreModule:
     name, separator, _ = url.partition("://")
     scheme = _SCHEMES.get(name) if separator else None
     if scheme is None:
-        known = ", ".join(f"{name}://" for name in _SCHEMES)
+        known = ", ".join(f"{name}://" + _needs(scheme) for name, scheme in _SCHEMES.items())
         raise ConfigError("backing", f"{redacted(url)!r} must start with one of {known}")
     try:
         return cast(StoreModule, importlib.import_module(scheme.module))
@@ -120,5 +119,5 @@ def _module_of(url: str) -> StoreModule:
         raise ConfigError(
             "backing",
             f"{name}:// needs a library that is not installed ({error.name}); run "
-            f"pip install 'vllm-tiered-kv[{scheme.extra}]'",
+            + _INSTALL.format(scheme.extra),
         ) from error

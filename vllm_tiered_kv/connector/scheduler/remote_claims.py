@@ -12,15 +12,16 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from vllm_tiered_kv.core.key import BlockKey
-from vllm_tiered_kv.remote.placement import Cluster, placed_runs
-from vllm_tiered_kv.remote.store import ClaimResult, RemoteStore
+from vllm_tiered_kv.remote.block_server import BlockServer
+from vllm_tiered_kv.remote.placement import ServerGroup, placed_runs
+from vllm_tiered_kv.remote.store import ClaimResult
 
 
 class RemoteClaims:
     """The claims of one engine at its daemons. `ComputeOnce` calls it, in the scheduler's
     thread."""
 
-    def __init__(self, cluster: Cluster, timeout_s: float) -> None:
+    def __init__(self, cluster: ServerGroup[BlockServer], timeout_s: float) -> None:
         self._cluster = cluster
         self.timeout_s = timeout_s
         self._owner = os.urandom(16)
@@ -55,7 +56,7 @@ class RemoteClaims:
         """Asks each daemon once for the blocks that are placed there. The one with the first block
         decides whether this engine computes; if it does, the others are told."""
         deadline = time.monotonic() + self.timeout_s
-        placed: dict[RemoteStore, list[int]] = {}
+        placed: dict[BlockServer, list[int]] = {}
         for start, stop, server in placed_runs(self._cluster, keys, first):
             placed.setdefault(server, []).extend(range(start, stop))
         answer: ClaimResult | None = None

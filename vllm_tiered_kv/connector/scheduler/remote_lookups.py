@@ -32,8 +32,9 @@ from vllm_tiered_kv.core.transfer import LeasedBlocks, int64_array, pick
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import LookupOutcome
 from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.remote.block_server import BlockServer, is_local
 from vllm_tiered_kv.remote.local_daemon import LocalDaemon
-from vllm_tiered_kv.remote.placement import Cluster, placed_runs
+from vllm_tiered_kv.remote.placement import ServerGroup, placed_runs
 from vllm_tiered_kv.remote.shared_memory import LookupLease
 from vllm_tiered_kv.remote.store import RemoteStore
 
@@ -154,14 +155,14 @@ def _split_leased(
 
 
 def _questions(
-    runs: Iterable[tuple[int, int, RemoteStore]],
-) -> tuple[list[tuple[RemoteStore, list[range]]], list[tuple[int, int, range]]]:
+    runs: Iterable[tuple[int, int, BlockServer]],
+) -> tuple[list[tuple[BlockServer, list[range]]], list[tuple[int, int, range]]]:
     """Collects the runs of each daemon into questions of limited length.
 
     Returns the questions, each a daemon and its positions, and for all parts in order the index of
     their question, of their first position within it, and their positions.
     """
-    questions: list[tuple[RemoteStore, list[range]]] = []
+    questions: list[tuple[BlockServer, list[range]]] = []
     parts: list[tuple[int, int, range]] = []
     latest: dict[str, tuple[int, int]] = {}  # by address: a question and its length so far
     for start, stop, server in runs:
@@ -190,7 +191,7 @@ class RemoteLookups:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ServerGroup[BlockServer],
         ranks: Sequence[RankTag],
         timeout_s: float,
         pin_s: float,
@@ -232,7 +233,7 @@ class RemoteLookups:
         for server in self._cluster.stores.values():
             if self._closing:
                 return
-            if _is_local(server):
+            if is_local(server):
                 self._local_daemon(server).attach()
             if server.available:  # otherwise attaching has found that it is down
                 server.greet()
@@ -306,7 +307,7 @@ class RemoteLookups:
 
     def step_planned(self) -> None:
         """Renews the time that a step may wait for answers."""
-        are_local = all(map(_is_local, self._cluster.stores.values()))
+        are_local = all(map(is_local, self._cluster.stores.values()))
         self._step_wait_left_s = _MAX_STEP_WAIT_S if are_local else 0.0
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
@@ -444,7 +445,7 @@ class RemoteLookups:
     ) -> bool:
         """Adds these positions of several groups to `found` if daemons hold all of them. Asks each
         daemon once per block size."""
-        batches: dict[tuple[str, int], tuple[RemoteStore, list[tuple[int, range]]]] = {}
+        batches: dict[tuple[str, int], tuple[BlockServer, list[tuple[int, range]]]] = {}
         for group, positions in wanted.items():
             reached = positions.start
             for start, stop, server in placed_runs(
@@ -480,7 +481,7 @@ class RemoteLookups:
 
     def _present(self, keys: list[BlockKey], deadline: float) -> list[bool]:
         present = [False] * len(keys)
-        shares: dict[str, tuple[RemoteStore, list[int]]] = {}
+        shares: dict[str, tuple[BlockServer, list[int]]] = {}
         for start, stop, server in placed_runs(self._cluster, keys, 0):
             shares.setdefault(str(server.address), (server, []))[1].extend(range(start, stop))
         for server, positions in shares.values():
@@ -508,7 +509,7 @@ class RemoteLookups:
                 # at a time, because a long prompt is on many daemons. Those on this host answer at
                 # once, and their leases must not be lost behind a gap.
                 ahead = range(number, min(number + _QUESTIONS_AT_ONCE, len(questions)))
-                together = [n for n in ahead if not _is_local(questions[n][0])]
+                together = [n for n in ahead if not is_local(questions[n][0])]
                 if number == 0 or number not in together or len(together) == 1:
                     answers[number] = ask(number)
                 else:
@@ -521,17 +522,16 @@ class RemoteLookups:
                 return
 
     def _match(
-        self, server: RemoteStore, keys: list[BlockKey], nbytes: int, deadline: float
+        self, server: BlockServer, keys: list[BlockKey], nbytes: int, deadline: float
     ) -> tuple[int, LookupLease | None, Mapping[Tier, int]]:
-        is_local = _is_local(server)
-        if is_local and nbytes:
+        if nbytes and is_local(server):
             found = self._local_daemon(server).lookup(keys, self._ranks, nbytes, deadline)
             if found is None:
                 return 0, None, {}
             self._learn_speeds(server, found.by_tier, deadline)
             return found.count, found.lease, found.by_tier
         # Blocks of a local daemon are leased later, in the load, and need no pin until then.
-        pin_ms = 0 if is_local else self._pin_ms
+        pin_ms = 0 if is_local(server) else self._pin_ms
         match = server.match_all(keys, self._ranks, pin_ms, deadline)
         return (0, None, {}) if match is None else (match.count, None, match.by_tier)
 
@@ -555,7 +555,3 @@ class RemoteLookups:
     def _local_daemon(self, server: RemoteStore) -> LocalDaemon:
         with self._local_daemons_lock:
             return self._local_daemons.setdefault(str(server.address), LocalDaemon(server))
-
-
-def _is_local(server: RemoteStore) -> bool:
-    return str(server.address).startswith("ipc://")

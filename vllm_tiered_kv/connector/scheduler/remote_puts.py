@@ -16,7 +16,8 @@ from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Lookup, Tier
 from vllm_tiered_kv.core.transfer import PutJob, int64_array
 from vllm_tiered_kv.metrics.names import DropReason
-from vllm_tiered_kv.remote.placement import Cluster
+from vllm_tiered_kv.remote.block_server import BlockServer
+from vllm_tiered_kv.remote.placement import ServerGroup
 
 _MAX_PER_STEP = 4096  # blocks
 
@@ -25,7 +26,7 @@ class RemotePuts:
     """Builds put jobs for blocks that became readable. The scheduler half and the remote tier call
     it, in the scheduler's thread."""
 
-    def __init__(self, cluster: Cluster, tier: CpuTier, queue_bytes: int) -> None:
+    def __init__(self, cluster: ServerGroup[BlockServer], tier: CpuTier, queue_bytes: int) -> None:
         self._cluster = cluster
         self._groups = tier.groups
         self._index = tier.index

@@ -30,7 +30,8 @@ from vllm_tiered_kv.core.transfer import (
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.remote.address import EngineIdentity
-from vllm_tiered_kv.remote.placement import Cluster
+from vllm_tiered_kv.remote.block_server import BlockServer
+from vllm_tiered_kv.remote.placement import ServerGroup
 from vllm_tiered_kv.remote.shared_memory import LookupLease
 
 _MAX_QUIET_TOKENS = 32  # per request, in a step that is cheap to launch
@@ -55,7 +56,7 @@ class RemoteTier:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ServerGroup[BlockServer],
         lookups: RemoteLookups,
         puts: RemotePuts,
         tier: CpuTier,

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from vllm_tiered_kv.cache.ledger import StoreReport
 from vllm_tiered_kv.connector.identity.shard import Shard
@@ -20,8 +21,9 @@ from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.store import Durability, PutItem, PutResult
 from vllm_tiered_kv.core.transfer import Int64Array, PutJob
 from vllm_tiered_kv.device.arena import Arena
+from vllm_tiered_kv.errors import TransferPending
 from vllm_tiered_kv.metrics.names import DropReason
-from vllm_tiered_kv.remote.store import RemoteStore
+from vllm_tiered_kv.remote.block_server import BlockServer
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class PutWorker:
 
     def __init__(
         self,
-        stores: Mapping[str, RemoteStore],
+        stores: Mapping[str, BlockServer],
         shard: Shard,
         regions: SharedRegions,
         arena: Arena,
@@ -96,6 +98,10 @@ class PutWorker:
         while (job := self._jobs.get()) is not None:
             try:
                 report = self._send(job)
+            except TransferPending as pending:  # it still reads the slots
+                late = PutDone(job.job_id, StoreReport(0, DropReason.UNAVAILABLE))
+                pending.on_end(partial(self._done.put, late))
+                continue
             except Exception:  # the scheduler keeps the slots pinned until the job is reported
                 logger.exception("put job %d to daemon %s failed", job.job_id, job.address)
                 report = StoreReport(0, DropReason.REFUSED)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from vllm_tiered_kv.config import TieredKVConfig
+from vllm_tiered_kv.connector.direct_store import DirectStore, is_direct, open_direct
 from vllm_tiered_kv.connector.identity.shard import Holding, Shard
 from vllm_tiered_kv.connector.worker.put_worker import PutWorker
 from vllm_tiered_kv.connector.worker.remote_loader import RemoteLoader
@@ -17,13 +18,17 @@ from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import Channel
 from vllm_tiered_kv.device.pinning import Pin, Unpin
 from vllm_tiered_kv.remote.address import EngineIdentity
+from vllm_tiered_kv.remote.block_server import BlockServer
 from vllm_tiered_kv.remote.curve import CurveKeys
-from vllm_tiered_kv.remote.placement import Cluster
+from vllm_tiered_kv.remote.placement import Cluster, ServerGroup
 
 _OTHER_CONNECTIONS = 4  # for puts and lookups, in addition to the connections of loads
 
 
-def open_cluster(config: TieredKVConfig, identity: EngineIdentity) -> Cluster:
+def open_cluster(config: TieredKVConfig, identity: EngineIdentity) -> ServerGroup[BlockServer]:
+    """The servers that `remote` names. Raises ConfigError."""
+    if any(map(is_direct, config.remote)):
+        return open_direct(config, identity)
     keys = None
     if config.remote_key:
         keys = CurveKeys.load(config.remote_key, config.remote_server_key)
@@ -56,14 +61,24 @@ class RemoteIO:
         self._timeout_s = config.remote_load_timeout
         self._cluster = open_cluster(config, identity)
         stores = self._cluster.stores
+        direct = [store for store in stores.values() if isinstance(store, DirectStore)]
+        for store in direct:
+            store.use_memory(arena.region)
+
+        def open_landing(nbytes: int) -> Arena:
+            # Pinned in one chunk before use: a GPU must not read memory that is not pinned.
+            landing = Arena(nbytes, *pinning(), chunk_bytes=nbytes)
+            for store in direct:
+                store.use_memory(landing.region)
+            return landing
+
         self.regions = SharedRegions(stores, *pinning())
         self.loader = RemoteLoader(
             stores,
             shard,
             self.regions,
             open_channel,
-            # Pinned in one chunk before use: a GPU must not read memory that is not pinned.
-            lambda nbytes: Arena(nbytes, *pinning(), chunk_bytes=nbytes),
+            open_landing,
             config.remote_landing,
             config.remote_connections,
             config.remote_load_timeout,

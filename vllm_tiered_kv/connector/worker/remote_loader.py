@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from vllm_tiered_kv.connector.identity.shard import Shard
 from vllm_tiered_kv.connector.worker.shared_region import Resident, SharedRegions
@@ -29,8 +30,8 @@ from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.transfer import Fetched, ProbeJob, RemoteTransfer, int64_array
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import Channel, LoadDone
-from vllm_tiered_kv.errors import TieredKVError
-from vllm_tiered_kv.remote.store import RemoteStore
+from vllm_tiered_kv.errors import TieredKVError, TransferPending
+from vllm_tiered_kv.remote.block_server import BlockServer
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ _PROBE_PIECE_S = 2.0  # a daemon that needs longer for one piece hangs
 @dataclass(eq=False)
 class _Load:
     request_id: str
+    address: str  # of the first server; for messages
     deadline: float
     pieces_left: int
     error: str | None = None
@@ -98,7 +100,7 @@ class RemoteLoader:
 
     def __init__(
         self,
-        stores: Mapping[str, RemoteStore],
+        stores: Mapping[str, BlockServer],
         shard: Shard,
         regions: SharedRegions,
         open_channel: Callable[[], Channel],
@@ -114,6 +116,7 @@ class RemoteLoader:
         self._network_addresses = [a for a in stores if not a.startswith("ipc://")]
         self._timeout_s = timeout_s
         self._closing = False
+        self._spare_landings: queue.SimpleQueue[Arena] = queue.SimpleQueue()
         largest = max(map(aligned, shard.block_bytes.values()))
         self._piece_bytes = max(landing_bytes // threads, largest)
         self._pieces: queue.PriorityQueue[tuple[int, int, _Piece | None]] = queue.PriorityQueue()
@@ -137,7 +140,9 @@ class RemoteLoader:
         if self._probing is not None:
             self._probing.invalidate()
         pieces = [piece for transfer in transfers for piece in self._cut(transfer)]
-        load = _Load(request_id, time.monotonic() + self._timeout_s, len(pieces))
+        load = _Load(
+            request_id, transfers[0].address, time.monotonic() + self._timeout_s, len(pieces)
+        )
         self._open_loads.add(load)
         for piece in pieces:
             self._put(_LOAD, (load, piece))
@@ -177,6 +182,8 @@ class RemoteLoader:
             thread.join()
         for channel in self._channels:
             channel.close()
+        while not self._spare_landings.empty():
+            self._spare_landings.get().close()
         self._threads, self._channels = [], []
 
     def _cut(self, transfer: RemoteTransfer) -> list[RemoteTransfer]:
@@ -226,10 +233,14 @@ class RemoteLoader:
                 elif (region := self._regions.of(piece.address)) is not None:
                     region.load(channel, piece, self._shard, load.deadline, end)
                 else:
-                    landing = landing or self._open_landing(self._piece_bytes)
+                    landing = landing or self._take_landing()
                     error = self._fetch(channel, landing, piece, load.deadline)
                     channel.finish()
                     end(error)
+            except TransferPending as pending:
+                self._leave_landing(landing, pending)
+                landing = None
+                end(str(pending))
             except Exception as failure:  # the request waits until its load is reported
                 logger.exception(
                     "load of request %s from daemon %s failed", load.request_id, piece.address
@@ -249,10 +260,21 @@ class RemoteLoader:
                 if self._closing or not self._pieces.empty():
                     break  # a load waits already
                 self._stores[address].greet(len(self._channels))
-            return self._open_landing(self._piece_bytes) if self._network_addresses else None
+            return self._take_landing() if self._network_addresses else None
         except Exception:  # loads need this thread
             logger.exception("cannot prepare loads from daemons; the first ones will be slower")
             return None
+
+    def _take_landing(self) -> Arena:
+        try:
+            return self._spare_landings.get_nowait()
+        except queue.Empty:
+            return self._open_landing(self._piece_bytes)
+
+    def _leave_landing(self, landing: Arena | None, pending: TransferPending) -> None:
+        """Leaves a landing buffer to a transfer that may still write to it, until it has ended."""
+        if landing is not None:
+            pending.on_end(partial(self._spare_landings.put, landing))
 
     def _copy(
         self, channel: Channel, resident: Resident, end: Callable[[str | None], None]
@@ -311,12 +333,16 @@ class RemoteLoader:
         job, nbytes = probe.job, 0
         try:
             if keys and not self._closing:
-                landing = landing or self._open_landing(self._piece_bytes)
+                landing = landing or self._take_landing()
                 deadline = time.monotonic() + min(self._timeout_s, _PROBE_PIECE_S)
                 _, found = self._get(landing, job.group_id, job.address, keys, deadline)
                 nbytes = len(keys) * self._shard.block_bytes[job.group_id]
                 if not all(found):
                     probe.invalidate()
+        except TransferPending as pending:
+            self._leave_landing(landing, pending)
+            landing = None
+            probe.invalidate()
         except Exception:  # no request waits for a probe
             probe.invalidate()
             logger.debug("probe of daemon %s failed", job.address, exc_info=True)
@@ -334,8 +360,9 @@ class RemoteLoader:
                 return
         if load.error is not None:
             logger.warning(
-                "cannot load blocks of request %s from a daemon (%s); they are recomputed",
+                "cannot load blocks of request %s from %s (%s); they are recomputed",
                 load.request_id,
+                load.address,
                 load.error,
             )
         self._open_loads.discard(load)

@@ -24,10 +24,10 @@ from vllm_tiered_kv.device.copier import Channel, PinnedBlocks
 from vllm_tiered_kv.device.pinning import BackgroundPinner, Pin, Unpin
 from vllm_tiered_kv.errors import CudaError
 from vllm_tiered_kv.options import format_size
+from vllm_tiered_kv.remote.block_server import BlockServer, is_local
 from vllm_tiered_kv.remote.local_daemon import LocalDaemon
 from vllm_tiered_kv.remote.shared_memory import BlockLease, SharedMemory
 from vllm_tiered_kv.remote.shm_copy import read_block, write_items
-from vllm_tiered_kv.remote.store import RemoteStore
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class SharedRegions:
     may call it."""
 
     def __init__(
-        self, stores: Mapping[str, RemoteStore], pin: Pin | None, unpin: Unpin | None
+        self, stores: Mapping[str, BlockServer], pin: Pin | None, unpin: Unpin | None
     ) -> None:
         self._pin, self._unpin = pin, unpin
         self._regions: dict[SharedMemory, SharedRegion] = {}  # all mapped memory, in use or not
@@ -176,7 +176,7 @@ class SharedRegions:
         self._daemons = {
             address: LocalDaemon(store, partial(self._pin_memory, address), self._may_be_planned)
             for address, store in stores.items()
-            if address.startswith("ipc://")
+            if is_local(store)
         }
         for daemon in self._daemons.values():
             daemon.keep_attached()

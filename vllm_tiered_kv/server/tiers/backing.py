@@ -18,7 +18,8 @@ from vllm_tiered_kv.core.store import (
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.native.cpu import HostRegion
-from vllm_tiered_kv.stores.registry import BackingOptions, BackingStore, open_store, redacted
+from vllm_tiered_kv.options import redacted
+from vllm_tiered_kv.stores.registry import BackingOptions, BackingStore, open_store
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,11 @@ from pathlib import Path
 from vllm_tiered_kv.device.arena import memory_limit
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.options import format_size
+from vllm_tiered_kv.options import format_size, redacted
 from vllm_tiered_kv.server.options import ServerOptions, quota_of
 from vllm_tiered_kv.server.tiers.backing import BackingTier
 from vllm_tiered_kv.server.tiers.store_executor import StoreExecutor, StoreHungError
 from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
-from vllm_tiered_kv.stores.registry import redacted
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 logger = logging.getLogger(__name__)

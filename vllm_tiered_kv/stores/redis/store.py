@@ -30,6 +30,7 @@ from vllm_tiered_kv.core.store import (
 )
 from vllm_tiered_kv.errors import ConfigError, NotDeletedError
 from vllm_tiered_kv.native.cpu import HostRegion, xxh3_64
+from vllm_tiered_kv.options import redacted
 from vllm_tiered_kv.stores.block_format import (
     HEADER_BYTES,
     VERSION,
@@ -41,7 +42,7 @@ from vllm_tiered_kv.stores.block_format import (
 from vllm_tiered_kv.stores.redis.nodes import SLOTS, Nodes, Request
 from vllm_tiered_kv.stores.redis.resp import Reply, ReplyError, RespConnection, encode, encode_set
 from vllm_tiered_kv.stores.redis.settings import RedisSettings, parse_settings
-from vllm_tiered_kv.stores.registry import BackingOptions, redacted
+from vllm_tiered_kv.stores.registry import BackingOptions
 
 logger = logging.getLogger(__name__)
 
