@@ -29,6 +29,7 @@
 
 #include "index/entries.h"
 #include "index/eviction.h"
+#include "index/ghosts.h"
 #include "index/slot_pool.h"
 
 namespace tiered_kv {
@@ -39,6 +40,7 @@ enum class Lookup : uint8_t { kMiss, kPending, kHit };
 // may be empty: then every eviction is allowed, and no lower tier holds a block.
 struct IndexHooks {
   std::function<void(std::string_view key, int64_t nbytes)> on_evict;
+  std::shared_ptr<Ghosts> ghosts;  // remembers the blocks that left, until `clear`
   // Called before a block is evicted; it can veto the eviction and may pin the block.
   std::function<bool(std::string_view key)> may_evict;
   // Whether a lower tier holds a block, so that its successors are useful without it.

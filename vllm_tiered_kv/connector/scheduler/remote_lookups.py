@@ -99,6 +99,7 @@ class RemoteLookup:
     fresh_until: float
     answer: RemoteAnswer | None = None
     given_up: bool = False
+    outcome: LookupOutcome | None = None  # once it has ended
     was_awaited: bool = False
     renewable: bool = False
     """The lookup started ahead of need, or its answer went to vLLM before, so an outdated answer is
@@ -282,6 +283,7 @@ class RemoteLookups:
         self._count(lookup, outcome)
 
     def _count(self, lookup: RemoteLookup, outcome: LookupOutcome) -> None:
+        lookup.outcome = outcome
         self._recorder.add(names.LOOKUPS, 1, _REMOTE, outcome.value)
         self._recorder.observe(names.LOOKUP_SECONDS, lookup.age_s, _REMOTE)
 

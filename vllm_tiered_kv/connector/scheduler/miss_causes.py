@@ -1,0 +1,212 @@
+"""Finds out why a request computes tokens, when vLLM admits it.
+
+A prefix hit ends at its first missing block. Only this block's cause is looked for, and counts for
+the tokens behind it. There is one exception: of blocks that were evicted, only those that the
+ghosts know count as evicted. What a request adds to an evicted prefix was never stored.
+
+A hit costs nothing per block; neither does a miss, except for evicted blocks, which are looked up
+among the ghosts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from vllm_tiered_kv.cache.cost_model import between
+from vllm_tiered_kv.cache.ghosts import FACTORS, Ghosts
+from vllm_tiered_kv.cache.planner import Group
+from vllm_tiered_kv.connector.scheduler.account import Account, Miss
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
+from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookup
+from vllm_tiered_kv.connector.scheduler.request_state import Match, RequestState
+from vllm_tiered_kv.core.key import BlockKey
+from vllm_tiered_kv.core.tiers import Lookup, Tier
+from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics.names import LookupOutcome, MissCause
+
+logger = logging.getLogger(__name__)
+
+IsComputing = Callable[[str, Sequence[BlockKey], int], bool]
+"""Whether a request other than the named one is computing the block at a position of these keys of
+the telling group."""
+
+
+class MissCauses:
+    """Builds the account of each admitted request and counts its computed tokens by cause. The load
+    planner calls it, in the scheduler's thread."""
+
+    def __init__(self, tier: CpuTier, ghosts: Ghosts, may_load: bool, has_daemons: bool) -> None:
+        """`may_load`: False if `load_policy` forbids loads."""
+        self._groups = sorted(tier.groups, key=lambda group: group.window is not None)
+        self._alignment = tier.alignment
+        self._index = tier.index
+        self._recorder = tier.recorder
+        self._ghosts = ghosts
+        self._may_load = may_load
+        self._has_daemons = has_daemons
+        self.is_computing: IsComputing = lambda request_id, keys, position: False
+
+    def admitted(
+        self, state: RequestState, match: Match, loaded: int, remote: int, asks_daemons: bool
+    ) -> None:
+        """vLLM has admitted a request with `loaded` tokens from the tiers, `remote` of them from
+        daemons. `asks_daemons`: False if daemons may not be asked for this request now."""
+        request = state.request
+        reached = match.computed + loaded
+        held = reached
+        if match.choice is not None:
+            held = max(reached, min(match.computed + match.choice.held, match.limit))
+        missed = [
+            Miss(self._why_not_loaded(match, loaded), held - reached),
+            *self._missing(state, held, match.limit - held, asks_daemons),
+            Miss(MissCause.CONTROL, match.reachable - max(held, match.limit)),
+            Miss(MissCause.PARTIAL_BLOCK, request.num_tokens - max(held, match.reachable)),
+        ]
+        missed = [miss for miss in missed if miss.tokens > 0]
+        for miss in missed:
+            self._recorder.add(names.COMPUTED_TOKENS, miss.tokens, miss.cause.value)
+        account = Account(
+            request.num_tokens, match.computed, _sources(match, loaded, remote), missed
+        )
+        if state.account is None:
+            state.account = account
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("request %s: %s", request.request_id, account.line())
+
+    def load_failed(self, state: RequestState, is_step_load: bool) -> None:
+        """A load of the request has failed, and its tokens are computed. After a step load, vLLM
+        does not admit the request again."""
+        if state.account is None or state.request.num_preemptions:
+            return
+        tokens = state.account.load_failed()
+        if is_step_load:
+            self._recorder.add(names.COMPUTED_TOKENS, tokens, MissCause.LOAD_FAILED.value)
+
+    @staticmethod
+    def _why_not_loaded(match: Match, loaded: int) -> MissCause:
+        """Why tokens are computed that a tier holds."""
+        if match.verified:
+            return MissCause.VERIFICATION
+        if match.loadable > loaded:
+            return MissCause.OTHER_CONNECTOR
+        if match.choice is not None and match.choice.tokens < match.choice.held:
+            return MissCause.POLICY
+        return MissCause.LOAD_FAILED  # vLLM still reserves blocks for a failed load
+
+    def _missing(
+        self, state: RequestState, held: int, tokens: int, asks_daemons: bool
+    ) -> list[Miss]:
+        """Why no tier offers the tokens after the first `held` ones."""
+        if tokens <= 0:
+            return []
+        if state.lost_adapter:
+            return [Miss(MissCause.ADAPTER_REPLACED, tokens)]
+        if state.load.has_failed:
+            return [Miss(MissCause.LOAD_FAILED, tokens)]
+        if state.request.skip_reading_prefix_cache:
+            return [Miss(MissCause.CONTROL, tokens)]
+        found = self._first_missing(state, held)
+        if found is None:
+            return [Miss(MissCause.INCOMPLETE, tokens)]
+        group, position = found
+        keys = state.loadable_keys[group.group_id]
+        in_tier = self._index.lookup(keys[position])
+        if in_tier is Lookup.HIT:
+            return [Miss(MissCause.CONTROL, tokens, Tier.CPU)]
+        if in_tier is Lookup.PENDING or self.is_computing(state.request.request_id, keys, position):
+            return [Miss(MissCause.PENDING, tokens)]
+        if self._has_daemons:
+            cause = self._why_daemons_say_nothing(state, asks_daemons)
+            if cause is not None:
+                return [Miss(cause, tokens, Tier.REMOTE)]
+        ghost = self._ghosts.find(keys[position])
+        if ghost is None:
+            is_part = group.window is not None and self._groups[0].window is None
+            cause = MissCause.INCOMPLETE if is_part else MissCause.NEVER_STORED
+            return [Miss(cause, tokens)]
+        if ghost.reason is not None:
+            dropped = Miss(MissCause.DROPPED, tokens, Tier.CPU, ghost.seconds_ago, ghost.reason)
+            return [dropped]
+        evicted = self._count_evicted(group, keys, position, held, tokens)
+        return [
+            Miss(MissCause.EVICTED, evicted, Tier.CPU, ghost.seconds_ago),
+            Miss(MissCause.NEVER_STORED, tokens - evicted),
+        ]
+
+    def _first_missing(self, state: RequestState, held: int) -> tuple[Group, int] | None:
+        """The first block without which a hit cannot go on after the first `held` tokens. None if
+        there is none within the next stretch: then the hit ends for another reason."""
+        may_use_cpu = state.control.may_use(Tier.CPU)
+        answer = state.remote.answer
+        at_daemons = answer.positions() if answer is not None else None
+        for group in self._groups:
+            keys = state.loadable_keys[group.group_id]
+            for position in group.needed(held, held + self._alignment):
+                if position >= len(keys):
+                    break
+                if at_daemons is not None and position in at_daemons[group.group_id]:
+                    continue
+                if not (may_use_cpu and self._index.lookup(keys[position]) is Lookup.HIT):
+                    return group, position
+        return None
+
+    def _why_daemons_say_nothing(self, state: RequestState, asks_daemons: bool) -> MissCause | None:
+        """Why it is unknown whether daemons hold a block; None if they were asked and do not."""
+        if not self._may_load:
+            return MissCause.POLICY
+        if not state.control.may_use(Tier.REMOTE):
+            return MissCause.CONTROL
+        if state.remote.has_failed:
+            return MissCause.LOAD_FAILED
+        if not asks_daemons:
+            return MissCause.UNAVAILABLE
+        return _why_unanswered(state.remote.lookup)
+
+    def _count_evicted(
+        self, group: Group, keys: Sequence[BlockKey], position: int, held: int, tokens: int
+    ) -> int:
+        """How many of these missing tokens were evicted. Counts those that a larger tier would have
+        held."""
+        if group.window is not None:
+            return tokens
+        size = group.block_size
+        distances = self._ghosts.evicted_run(keys, position, -(-(held + tokens) // size))
+        for factor in FACTORS:
+            extra = (factor - 1) * self._ghosts.capacity_bytes
+            saved = next((n for n, far in enumerate(distances) if far > extra), len(distances))
+            self._recorder.add(names.WOULD_HIT_TOKENS, min(tokens, saved * size), f"{factor}x")
+        return min(tokens, len(distances) * size)
+
+
+def _why_unanswered(lookup: RemoteLookup | None) -> MissCause | None:
+    if lookup is None:
+        return None
+    if lookup.outcome is LookupOutcome.UNAVAILABLE:
+        return MissCause.UNAVAILABLE
+    if lookup.outcome is LookupOutcome.TIMEOUT or lookup.is_pending:
+        return MissCause.LOOKUP_TIMEOUT
+    is_partial = lookup.answer is not None and not lookup.answer.is_known
+    return MissCause.UNAVAILABLE if is_partial else None
+
+
+def _sources(match: Match, loaded: int, remote: int) -> dict[Tier, int]:
+    """The loaded tokens by the place that they are read from. A daemon tells how many blocks each
+    of its tiers holds, but not which."""
+    sources = {Tier.CPU: loaded - remote} if loaded > remote else {}
+    if not remote:
+        return sources
+    amounts: dict[Tier, float] = {}
+    for span in between(0, loaded, match.choice.spans if match.choice is not None else ()):
+        if span.tier is Tier.REMOTE:
+            for place, share in span.sources().items():
+                amounts[place] = amounts.get(place, 0.0) + share * span.tokens
+    total = sum(amounts.values())
+    for place in (Tier.SSD, Tier.BACKING):
+        tokens = min(remote, round(remote * amounts.get(place, 0.0) / total)) if total else 0
+        if tokens:
+            sources[place] = tokens
+            remote -= tokens
+    if remote:
+        sources[Tier.MEMORY] = remote
+    return sources
