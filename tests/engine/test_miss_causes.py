@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.engine.toy_at_daemon import engine_at
 from tests.engine.toy_engine import ToyEngine
 from tests.engine.toy_groups import STATE
 from tests.remote.faulty_daemon import FaultyDaemon
+from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.wire.messages import Match
 
@@ -304,14 +306,36 @@ def test_loads_from_a_daemon_are_named_by_its_tier(tiny_model: Path, daemon: Dae
     explained.engine.close()
 
 
-def test_daemon_that_does_not_answer_in_time_is_a_lookup_timeout(tiny_model: Path) -> None:
+def test_daemon_that_does_not_answer_in_time_is_a_lookup_timeout(
+    tiny_model: Path, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_answer = threading.Event()
+    match = RemoteLookups._match
+
+    def match_later(self: RemoteLookups, *question: Any) -> Any:
+        may_answer.wait(60)
+        return match(self, *question)
+
+    monkeypatch.setattr(RemoteLookups, "_match", match_later)
+    engine = engine_at(tiny_model, daemon.endpoint, extra={"remote_lookup_timeout": 0.05})
+    explained = Explained(engine)
+    assert causes(explained.ask(IDS)) == {"lookup_timeout": 40, "partial_block": 2}
+    assert explained.last()["missed"][0]["tier"] == "remote"
+    assert total(engine, names.LOOKUPS, "remote", "timeout") == 1
+    may_answer.set()
+    engine.close()
+
+
+def test_daemon_that_answers_too_late_is_no_miss(tiny_model: Path) -> None:
+    """The deadline of the question and that of the lookup pass at the same time."""
     with FaultyDaemon() as daemon:
         daemon.delay = lambda request: 60.0 if isinstance(request, Match) else 0.0
         engine = engine_at(tiny_model, daemon.address, extra={"remote_lookup_timeout": 0.05})
         explained = Explained(engine)
-        assert causes(explained.ask(IDS)) == {"lookup_timeout": 40, "partial_block": 2}
-        assert explained.last()["missed"][0]["tier"] == "remote"
-        assert total(engine, names.LOOKUPS, "remote", "timeout") == 1
+        for number in range(4):
+            explained.ask(seeded_prompt(number, 42))
+            assert causes(explained.last()).keys() & {"lookup_timeout", "daemon_unavailable"}
+        assert total(engine, names.LOOKUPS, "remote", "miss") == 0
         engine.close()
 
 
@@ -326,6 +350,6 @@ def test_daemon_that_is_gone_is_unavailable(tiny_model: Path, daemon: DaemonProc
     for _ in range(6):  # until the breaker is open
         seen |= set(causes(explained.ask(IDS, store=False)))
         engine.drop_gpu_cache()
-    assert seen <= {"lookup_timeout", "daemon_unavailable", "never_stored", "partial_block"}
+    assert seen <= {"lookup_timeout", "daemon_unavailable", "partial_block"}
     assert "daemon_unavailable" in causes(explained.last())
     engine.close()

@@ -182,12 +182,14 @@ class MissCauses:
 def _why_unanswered(lookup: RemoteLookup | None) -> MissCause | None:
     if lookup is None:
         return None
-    if lookup.outcome is LookupOutcome.UNAVAILABLE:
+    answer = lookup.answer
+    is_unknown = answer is not None and not answer.is_known
+    if is_unknown or lookup.outcome is LookupOutcome.UNAVAILABLE:
         return MissCause.UNAVAILABLE
-    if lookup.outcome is LookupOutcome.TIMEOUT or lookup.is_pending:
+    is_late = lookup.outcome is LookupOutcome.TIMEOUT or lookup.is_pending
+    if is_late or (answer is not None and answer.is_late):
         return MissCause.LOOKUP_TIMEOUT
-    is_partial = lookup.answer is not None and not lookup.answer.is_known
-    return MissCause.UNAVAILABLE if is_partial else None
+    return None
 
 
 def _sources(match: Match, loaded: int, remote: int) -> dict[Tier, int]:

@@ -79,6 +79,8 @@ class RemoteAnswer:
     spans: tuple[tuple[RemoteSpan, ...], ...]
     is_known: bool = True
     """False if no daemon answered, so that they may hold more."""
+    is_late: bool = False
+    """A question had no answer by the deadline, so that daemons may hold more."""
 
     @property
     def leases(self) -> list[LookupLease]:
@@ -299,7 +301,9 @@ class RemoteLookups:
             self._step_wait_left_s -= time.monotonic() - begin
         if lookup.future.done():
             answer = lookup.answer = lookup.future.result()
-            outcome = LookupOutcome.MISS if answer.is_known else LookupOutcome.UNAVAILABLE
+            outcome = LookupOutcome.TIMEOUT if answer.is_late else LookupOutcome.MISS
+            if not answer.is_known:
+                outcome = LookupOutcome.UNAVAILABLE
             if any(answer.spans):
                 outcome = LookupOutcome.HIT
             self._count(lookup, outcome)
@@ -398,7 +402,11 @@ class RemoteLookups:
             if windows is not None:
                 asked += self._ask_windows(windows, keys, firsts, lengths, deadline, found)
             self.answers.append((asked, sum(s.stop - s.start for group in found for s in group)))
-            return RemoteAnswer(tuple(map(tuple, found)), is_known=self._cluster.is_up)
+            return RemoteAnswer(
+                tuple(map(tuple, found)),
+                is_known=self._cluster.is_up,
+                is_late=time.monotonic() >= deadline,
+            )
         except Exception:  # a failed lookup must never stop the engine
             logger.exception("a lookup at the daemons failed and counts as a miss")
             for spans in found:
