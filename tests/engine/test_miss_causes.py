@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
-from tests.engine.toy_asking import ask, seeded_prompt, total
+from tests.engine.toy_asking import ask, keys_of, seeded_prompt, total
 from tests.engine.toy_at_daemon import engine_at
 from tests.engine.toy_engine import ToyEngine
 from tests.engine.toy_groups import STATE
@@ -226,6 +226,31 @@ def test_state_that_was_not_kept_is_incomplete(tiny_model: Path) -> None:
     explained.engine.drop_gpu_cache()
     account = explained.ask([*ids[:30], *seeded_prompt(2, 20)])
     assert "incomplete" in causes(account)
+
+
+def test_evicted_window_is_named_though_the_tokens_are_held(tiny_model: Path) -> None:
+    engine = ToyEngine(tiny_model, windows=(None, 10), cpu_blocks=128)
+    explained = Explained(engine)
+    request = ask(engine, IDS, 1)
+    engine.drop_gpu_cache()
+    full, window = keys_of(engine, request)
+    fill(engine, 12)
+    held = sum(engine.half.index.are_readable(full)), sum(engine.half.index.are_readable(window))
+    account = explained.ask(IDS)
+    assert account["cpu"] < 40
+    assert set(causes(account)) <= {"evicted", "incomplete", "never_stored", "partial_block"}, held
+    assert causes(account).keys() & {"evicted", "incomplete"}
+
+
+def test_replaced_adapter_is_the_cause(tiny_model: Path) -> None:
+    explained = Explained(ToyEngine(tiny_model))
+    engine = explained.engine
+    ask(engine, IDS, 1)
+    engine.drop_gpu_cache()
+    request = engine.add(IDS, 1, control={"explain": True})
+    engine.half._requests[request].lost_adapter = True
+    engine.run()
+    assert causes(explained.last()) == {"adapter_replaced": 40, "partial_block": 2}
 
 
 def test_tail_that_was_not_stored_is_never_stored(tiny_model: Path) -> None:

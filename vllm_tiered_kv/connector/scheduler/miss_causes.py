@@ -59,7 +59,7 @@ class MissCauses:
             held = max(reached, min(match.computed + match.choice.held, match.limit))
         missed = [
             Miss(self._why_not_loaded(match, loaded), held - reached),
-            *self._missing(state, held, match.limit - held, asks_daemons),
+            *self._missing(state, match.computed, held, match.limit - held, asks_daemons),
             Miss(MissCause.CONTROL, match.reachable - max(held, match.limit)),
             Miss(MissCause.PARTIAL_BLOCK, request.num_tokens - max(held, match.reachable)),
         ]
@@ -95,9 +95,10 @@ class MissCauses:
         return MissCause.LOAD_FAILED  # vLLM still reserves blocks for a failed load
 
     def _missing(
-        self, state: RequestState, held: int, tokens: int, asks_daemons: bool
+        self, state: RequestState, computed: int, held: int, tokens: int, asks_daemons: bool
     ) -> list[Miss]:
-        """Why no tier offers the tokens after the first `held` ones."""
+        """Why no tier offers the tokens after the first `held` ones, of which the GPU has the first
+        `computed`."""
         if tokens <= 0:
             return []
         if state.lost_adapter:
@@ -106,7 +107,7 @@ class MissCauses:
             return [Miss(MissCause.LOAD_FAILED, tokens)]
         if state.request.skip_reading_prefix_cache:
             return [Miss(MissCause.CONTROL, tokens)]
-        found = self._first_missing(state, held)
+        found = self._first_missing(state, computed, held)
         if found is None:
             return [Miss(MissCause.INCOMPLETE, tokens)]
         group, position = found
@@ -134,7 +135,9 @@ class MissCauses:
             Miss(MissCause.NEVER_STORED, tokens - evicted),
         ]
 
-    def _first_missing(self, state: RequestState, held: int) -> tuple[Group, int] | None:
+    def _first_missing(
+        self, state: RequestState, computed: int, held: int
+    ) -> tuple[Group, int] | None:
         """The first block without which a hit cannot go on after the first `held` tokens. None if
         there is none within the next stretch: then the hit ends for another reason."""
         may_use_cpu = state.control.may_use(Tier.CPU)
@@ -142,7 +145,8 @@ class MissCauses:
         at_daemons = answer.positions() if answer is not None else None
         for group in self._groups:
             keys = state.loadable_keys[group.group_id]
-            for position in group.needed(held, held + self._alignment):
+            first = held if group.window is None else computed
+            for position in group.needed(first, held + self._alignment):
                 if position >= len(keys):
                     break
                 if at_daemons is not None and position in at_daemons[group.group_id]:
@@ -204,11 +208,12 @@ def _sources(match: Match, loaded: int, remote: int) -> dict[Tier, int]:
             for place, share in span.sources().items():
                 amounts[place] = amounts.get(place, 0.0) + share * span.tokens
     total = sum(amounts.values())
+    rest = remote
     for place in (Tier.SSD, Tier.BACKING):
-        tokens = min(remote, round(remote * amounts.get(place, 0.0) / total)) if total else 0
+        tokens = min(rest, round(remote * amounts.get(place, 0.0) / total)) if total else 0
         if tokens:
             sources[place] = tokens
-            remote -= tokens
-    if remote:
-        sources[Tier.MEMORY] = remote
+            rest -= tokens
+    if rest:
+        sources[Tier.MEMORY] = rest
     return sources
