@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
-from tests.engine.toy_asking import ask, keys_of, seeded_prompt, total
+from tests.engine.toy_asking import ask, keys_of, seeded_prompt, total, workload
 from tests.engine.toy_at_daemon import engine_at
 from tests.engine.toy_engine import ToyEngine
 from tests.engine.toy_groups import STATE
 from tests.remote.faulty_daemon import FaultyDaemon
+from vllm_tiered_kv.connector.scheduler.account import Account
+from vllm_tiered_kv.connector.scheduler.miss_causes import MissCauses
 from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
+from vllm_tiered_kv.connector.scheduler.request_state import RequestState
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.wire.messages import Match
 
@@ -259,6 +262,47 @@ def test_tail_that_was_not_stored_is_never_stored(tiny_model: Path) -> None:
     explained.engine.drop_gpu_cache()
     account = explained.ask(IDS)
     assert (account["cpu"], causes(account)) == (41, {"partial_block": 1})
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"windows": (None, 10)},
+        {"windows": (None, STATE)},
+        {"windows": (None, 10), "block_sizes": (4, 8)},
+        {"extra_config": {"reuse_partial_tail": True}},
+        {"extra_config": {"verify_fraction": 0.5}},
+    ],
+    ids=["full", "window", "recurrent", "sizes", "tail", "verified"],
+)
+def test_accounts_add_up_in_a_busy_engine(
+    tiny_model: Path,
+    async_scheduling: bool,
+    shape: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accounts: list[Account] = []
+    admitted = MissCauses.admitted
+
+    def checked(self: MissCauses, state: RequestState, *rest: Any) -> None:
+        before, state.account = state.account, None
+        admitted(self, state, *rest)
+        account = state.account
+        assert account is not None
+        assert account.gpu + sum(account.loaded.values()) + account.computed == (
+            state.request.num_tokens
+        )
+        accounts.append(account)
+        state.account = before or account
+
+    monkeypatch.setattr(MissCauses, "admitted", checked)
+    engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=20, gpu_blocks=40, **shape)
+    engine.copier.drop_stores = 0.1
+    workload(engine, 3, 60)
+    engine.assert_at_rest()
+    assert len(accounts) >= 50
+    assert len({miss.cause for account in accounts for miss in account.missed}) >= 3
 
 
 def test_other_salt_shares_nothing(tiny_model: Path) -> None:
