@@ -305,7 +305,7 @@ class StorePlanner:
             self._ledger.drop(lost, DropReason.REUSED, first=first)
             for intact in _true_runs(there, part.start):
                 plan = plan_store(self._index, group, run.keys, intact.start, intact.stop)
-                first = _first_dropped(plan, run.keys, intact)
+                first = self._first_dropped(plan, run.keys, intact)
                 self._ledger.drop(plan.dropped, DropReason.TIER_FULL, first=first)
                 batch.extend(run, plan.positions, plan.slots)
                 if self._events is not None:
@@ -328,7 +328,7 @@ class StorePlanner:
         plan = plan_store(self._index, group, keys, start, wanted, skip)
         if plan.dropped:
             state.store.closed = DropReason.TIER_FULL
-            first = _first_dropped(plan, keys, range(start, wanted))
+            first = self._first_dropped(plan, keys, range(start, wanted), skip)
             self._ledger.drop(plan.dropped, DropReason.TIER_FULL, first=first)
         if (not start or group.window is not None) and len(plan.slots) < len(ids):
             self._index.touch(keys[start:stop])  # GPU hits count as used in the tier too
@@ -345,6 +345,20 @@ class StorePlanner:
         self._planned.append(
             _Planned(batch, state, group.window is not None, is_sent=_sends(state))
         )
+
+    def _first_dropped(
+        self,
+        plan: Reservations,
+        keys: Sequence[BlockKey],
+        positions: range,
+        skip: range = range(0),
+    ) -> BlockKey | None:
+        """The key of the first block of these positions, except `skip`, that found no slot."""
+        for part in _without(skip, positions.start, positions.stop) if plan.dropped else ():
+            first = self._index.first_missing(keys, part.start, part.stop)
+            if first < part.stop:
+                return keys[first]
+        return None
 
     def _observe(
         self, lazy: LazyStore, state: RequestState, group: Group, block_ids: list[int]
@@ -434,15 +448,6 @@ def _sends(state: RequestState) -> bool:
 def _close(state: RequestState, reason: DropReason) -> None:
     """Stops storing this request's blocks. The first reason stays."""
     state.store.closed = state.closed or reason
-
-
-def _first_dropped(
-    plan: Reservations, keys: Sequence[BlockKey], positions: range
-) -> BlockKey | None:
-    """The key of the first block of these positions that found no slot, if any."""
-    if not plan.dropped:
-        return None
-    return keys[plan.positions[-1] + 1 if plan.positions else positions.start]
 
 
 def _without(skip: range, start: int, stop: int) -> list[range]:
