@@ -226,6 +226,10 @@ void BlockIndex::become_readable(uint32_t id) {
   if (hooks_.ghosts) hooks_.ghosts->returned(entries_.key(id));
 }
 
+void BlockIndex::mark_sent(const std::vector<int64_t>& slots) {
+  for (const int64_t slot : slots) entries_[id_in(slot)].is_sent = true;
+}
+
 void BlockIndex::abort(int64_t slot) {
   const uint32_t id = id_in(slot);
   if (entries_[id].state != State::kReserved && entries_[id].state != State::kDetached)

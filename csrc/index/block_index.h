@@ -97,6 +97,8 @@ class BlockIndex {
   // evicted earlier than that after their last use: it would take the room of others until it is
   // evicted as well.
   void expect_again(const std::vector<std::string_view>& keys, double seconds);
+  // A lower tier has received the blocks in these slots. The ghosts tell when they are evicted.
+  void mark_sent(const std::vector<int64_t>& slots);
   // Pins readable blocks until `unpin` and returns their slots. Pins all of them, or throws.
   std::vector<int64_t> pin(const std::vector<std::string_view>& keys);
   void pin_slots(const std::vector<int64_t>& slots);

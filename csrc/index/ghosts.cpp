@@ -29,7 +29,7 @@ std::optional<Ghost> Ghosts::find(std::string_view key) const {
   // The newest departure is before `next_`, and the oldest ones may be after it.
   int64_t distance = sum_before(next_) - sum_before(place);
   if (place >= next_) distance += total_;
-  return Ghost{departure.at, departure.reason == kEvicted ? distance : 0, departure.reason};
+  return Ghost{departure.at, departure.reason < 0 ? distance : 0, departure.reason};
 }
 
 void Ghosts::clear() {

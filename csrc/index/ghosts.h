@@ -20,17 +20,21 @@ namespace tiered_kv {
 struct Ghost {
   double at;         // seconds of the monotonic clock
   int64_t distance;  // bytes evicted since and not back yet, the block included
-  int reason;        // why it was dropped, as its caller numbers reasons; kEvicted: it was evicted
+  int reason;        // why it was dropped, as its caller numbers reasons, or that it was evicted
 };
 
 class Ghosts {
  public:
+  // Reasons of blocks that were evicted: all negative ones.
   static constexpr int kEvicted = -1;
+  static constexpr int kEvictedAfterSent = -2;  // a lower tier had received it
 
   explicit Ghosts(size_t max);
 
   size_t size() const { return places_.size(); }
-  void evicted(std::string_view key, int64_t nbytes) { add(key, nbytes, kEvicted); }
+  void evicted(std::string_view key, int64_t nbytes, bool was_sent) {
+    add(key, nbytes, was_sent ? kEvictedAfterSent : kEvicted);
+  }
   void dropped(std::string_view key, int reason) { add(key, 0, reason); }
   // The tier holds the block again.
   void returned(std::string_view key);

@@ -380,6 +380,8 @@ void bind_slot_pool(const py::module_& module) {
 
 void bind_ghosts(const py::module_& module) {
   py::class_<Ghosts, std::shared_ptr<Ghosts>>(module, "Ghosts")
+      .def_property_readonly_static("EVICTED_AFTER_SENT",
+                                    [](const py::object&) { return Ghosts::kEvictedAfterSent; })
       .def(py::init<size_t>(), py::arg("max"))
       .def("__len__", &Ghosts::size)
       .def(
@@ -404,7 +406,7 @@ void bind_ghosts(const py::module_& module) {
             std::vector<int64_t> distances;
             for (size_t i = range.start; i < range.stop; ++i) {
               const auto found = self.find(all[i]);
-              if (!found || found->reason != Ghosts::kEvicted) break;
+              if (!found || found->reason >= 0) break;
               distances.push_back(found->distance);
             }
             return distances;
@@ -560,6 +562,12 @@ void bind_block_index(const py::module_& module) {
               }
             }
             return outcomes;
+          },
+          py::arg("slots"))
+      .def(
+          "mark_sent",
+          [](BlockIndex& self, const py::object& slots) {
+            self.mark_sent(numbers(slots, "slots"));
           },
           py::arg("slots"))
       .def("abort", &BlockIndex::abort, py::arg("slot"))

@@ -375,6 +375,24 @@ def test_loads_from_a_daemon_are_named_by_its_tier(tiny_model: Path, daemon: Dae
     explained.engine.close()
 
 
+def test_block_that_a_daemon_lost_too_was_evicted_there(
+    tiny_model: Path, daemon: DaemonProcess
+) -> None:
+    engine = engine_at(tiny_model, daemon.endpoint, cpu_blocks=20)
+    explained = Explained(engine)
+    request = ask(engine, IDS, 1)
+    assert total(engine, names.STORED_BLOCKS, "remote") == 10
+    engine.drop_gpu_cache()
+    fill(engine, 3)
+    assert explained.ask(IDS)["memory"] == 40
+    engine.drop_gpu_cache()
+    fill(engine, 3, seed=200)
+    engine.half.remote._lookups._delete(keys_of(engine, request)[0])  # as if the daemon evicted it
+    miss = explained.ask(IDS)["missed"][0]
+    assert (miss["cause"], miss["tier"], miss["tokens"]) == ("evicted", "remote", 40)
+    engine.close()
+
+
 def test_daemon_that_does_not_answer_in_time_is_a_lookup_timeout(
     tiny_model: Path, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,14 @@ with 4x the CPU tier 55.5% fewer tokens computed
     assert body["kv_transfer_params"] == {"tiered_kv": {"explain": True, "store": False}}
 
 
+def test_explain_names_the_daemon_that_lost_the_tokens() -> None:
+    miss = {"cause": "evicted", "tokens": 8, "tier": "remote", "seconds_ago": 7.0}
+    lines = module.Explanation({"prompt_tokens": 8, "missed": [miss]}, {}).lines()
+    assert lines[1].endswith(
+        "8  computed: evicted from the CPU tier, and lost by a daemon that had them, 7 s ago"
+    )
+
+
 def test_explain_json_is_the_account_of_the_server(
     running: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,20 @@ def test_ghosts_of_dropped_blocks_keep_the_reason_and_end_a_run() -> None:
     assert tier.ghosts.evicted_run([key(0), key(1)], 0, 2) == [BYTES]
 
 
+def test_ghosts_know_whether_a_lower_tier_had_the_block() -> None:
+    tier = Tier(2)
+    tier.store([key(0)])
+    tier.index.mark_sent([tier.index.slot_of(key(0))])
+    for number in range(1, 5):
+        tier.store([key(number)])
+    first, second = tier.ghosts.find(key(0)), tier.ghosts.find(key(1))
+    assert first is not None
+    assert second is not None
+    assert (first.was_sent, second.was_sent) == (True, False)
+    assert (first.distance, first.reason) == (3 * BYTES, None)
+    assert tier.ghosts.evicted_run([key(0), key(1)], 0, 2) == [3 * BYTES, 2 * BYTES]
+
+
 def test_ghosts_are_bounded_and_forget_the_oldest() -> None:
     tier = Tier(4)
     for number in range(1000):

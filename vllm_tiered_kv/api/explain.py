@@ -103,6 +103,8 @@ def _why(miss: Mapping[str, Any]) -> str:
         why = _CAUSES[MissCause(miss["cause"])]
     except ValueError:  # of a newer server
         why = str(miss["cause"])
+    if miss.get("cause") == MissCause.EVICTED.value and miss.get("tier") == "remote":
+        why += ", and lost by a daemon that had them,"
     if "reason" in miss:
         why += f" ({miss['reason']})"
     if "seconds_ago" in miss:

@@ -32,6 +32,7 @@ class Ghost:
     """How many bytes larger an LRU tier would have to be to hold the block still; 0 if it was
     dropped."""
     reason: DropReason | None = None  # why it was dropped; None: it was evicted
+    was_sent: bool = False  # a lower tier had received it before it was evicted
 
 
 class Ghosts:
@@ -59,7 +60,10 @@ class Ghosts:
             return None
         at, distance, reason = found
         return Ghost(
-            max(0.0, time.monotonic() - at), distance, _REASONS[reason] if reason >= 0 else None
+            max(0.0, time.monotonic() - at),
+            distance,
+            _REASONS[reason] if reason >= 0 else None,
+            was_sent=reason == _cpu.Ghosts.EVICTED_AFTER_SENT,
         )
 
     def evicted_run(self, keys: Sequence[bytes], start: int, stop: int) -> list[int]:

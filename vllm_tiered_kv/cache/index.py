@@ -276,6 +276,10 @@ class BlockIndex:
         self.flush_recency()
         self._native.expect_again(keys, seconds)
 
+    def mark_sent(self, slots: Sequence[int]) -> None:
+        """A lower tier has received the blocks in these slots. The ghosts will know."""
+        self._native.mark_sent(slots)
+
     def pin(self, keys: Iterable[bytes]) -> list[int]:
         """Pins readable blocks until `unpin` and returns their slots. Pins all or raises."""
         return self._native.pin(keys)

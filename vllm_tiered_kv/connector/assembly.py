@@ -183,6 +183,8 @@ def make_scheduler_half(
     if early_loads.is_possible(vllm_config, engine.steps_zero_blocks):
         early = early_loads.EarlyLoads(partial(find_worker, vllm_config), recorder)
     once = _compute_once(config, vllm_config, tier, engine, loads, claims)
+    if remote is not None:
+        ledger.on_sent.append(index.mark_sent)
     if once is not None:
         misses.is_computing = once.is_computing
     if events is not None and remote is not None:

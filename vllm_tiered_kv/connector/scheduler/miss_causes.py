@@ -131,7 +131,12 @@ class MissCauses:
             return [dropped]
         evicted = self._count_evicted(group, keys, position, held, tokens)
         return [
-            Miss(MissCause.EVICTED, evicted, Tier.CPU, ghost.seconds_ago),
+            Miss(
+                MissCause.EVICTED,
+                evicted,
+                Tier.REMOTE if ghost.was_sent else Tier.CPU,
+                ghost.seconds_ago,
+            ),
             Miss(MissCause.NEVER_STORED, tokens - evicted),
         ]
 
