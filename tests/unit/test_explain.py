@@ -106,7 +106,24 @@ def test_explain_without_metrics_prints_the_account_alone(
     assert "all requests" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("answer", [None, {}, {"tiered_kv": {"explain": {"missed": 3}}}, "no"])
+def answered(account: Any) -> dict[str, Any]:
+    return {"tiered_kv": {"explain": account}}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        {},
+        "no",
+        answered({"missed": 3}),
+        answered({"missed": []}),
+        answered({**ACCOUNT, "gpu": "many"}),
+        answered({**ACCOUNT, "missed": [3]}),
+        answered({**ACCOUNT, "missed": [{"cause": "evicted"}]}),
+        answered({**ACCOUNT, "missed": [{"cause": "evicted", "tokens": 1, "seconds_ago": "x"}]}),
+    ],
+)
 def test_explain_server_without_an_account_says_what_to_check(
     running: Running, capsys: pytest.CaptureFixture[str], answer: Any
 ) -> None:

@@ -16,6 +16,7 @@ from vllm_tiered_kv.connector.scheduler.account import Account, Miss
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
 from vllm_tiered_kv.connector.scheduler.miss_causes import MissCauses
 from vllm_tiered_kv.connector.scheduler.request_state import Match, RequestState
+from vllm_tiered_kv.connector.scheduler.store_planner import StorePlanner
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Tier
@@ -36,7 +37,7 @@ class Bench:
         self.index = BlockIndex(ArenaGeometry(10 * 64, (64,)), "lru", ghosts=self.ghosts)
         self.recorder = Recorder()
         self.ledger = TransferLedger(self.index, self.recorder, 1, self.ghosts)
-        tier = CpuTier([GROUP], self.index, self.ledger, self.recorder)
+        tier = self.tier = CpuTier([GROUP], self.index, self.ledger, self.recorder)
         self.causes = MissCauses(tier, self.ghosts, may_load=True, has_daemons=False)
 
     def admit(self, match: Match, loaded: int = 0, remote: int = 0) -> Account:
@@ -114,6 +115,21 @@ def test_causes_first_block_of_a_failed_store_is_dropped_with_its_reason() -> No
     (dropped, _) = account.missed
     assert (dropped.cause, dropped.tokens) == (MissCause.DROPPED, 24)
     assert dropped.reason is DropReason.NOT_PINNED_YET
+
+
+def test_causes_dropped_block_behind_one_that_the_tier_holds_is_known() -> None:
+    bench = Bench()
+    for key in (KEYS[1], *(BlockKey(bytes([n]) * 17) for n in range(100, 108))):
+        slot = bench.index.reserve(key, None, 0)
+        assert slot is not None
+        bench.index.commit(slot)
+        bench.index.pin([key])  # one slot is left
+    planner = StorePlanner(bench.tier, None, 4, has_daemons=False)
+    keys: Any = SimpleNamespace(of_group=[KEYS])
+    planner._store_blocks(RequestState(SimpleNamespace(), keys), GROUP, [1, 2, 3, 4])
+    assert bench.index.are_missing(KEYS[:4]) == [False, False, True, True]
+    found = [bench.ghosts.find(key) for key in KEYS[:4]]
+    assert [ghost is not None for ghost in found] == [False, False, True, False]
 
 
 def test_account_of_a_failed_load_computes_its_tokens() -> None:

@@ -83,8 +83,14 @@ def explain(
 def _account_in(reply: Any) -> Mapping[str, Any] | None:
     for name in ("kv_transfer_params", "tiered_kv", "explain"):
         reply = reply.get(name) if isinstance(reply, Mapping) else None
-    is_account = isinstance(reply, Mapping) and isinstance(reply.get("missed"), list)
-    return reply if is_account else None
+    if not isinstance(reply, Mapping) or not isinstance(reply.get("missed"), list):
+        return None
+    numbers = [reply.get("prompt_tokens"), *(reply.get(source, 0) for source in _SOURCES)]
+    for miss in reply["missed"]:
+        if not isinstance(miss, Mapping) or not isinstance(miss.get("cause"), str):
+            return None
+        numbers += [miss.get("tokens"), miss.get("seconds_ago", 0)]
+    return reply if all(isinstance(number, (int, float)) for number in numbers) else None
 
 
 def _saved_by_capacity(server: OpenAIServer) -> dict[str, float]:
