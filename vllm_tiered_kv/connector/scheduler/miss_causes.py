@@ -1,8 +1,9 @@
 """Finds out why a request computes tokens, when vLLM admits it.
 
 A prefix hit ends at its first missing block. Only this block's cause is looked for, and counts for
-the tokens behind it. There is one exception: of blocks that were evicted, only those that the
-ghosts know count as evicted. What a request adds to an evicted prefix was never stored.
+the tokens behind it, with two exceptions. Of blocks that were evicted, only those that the ghosts
+know count as evicted: what a request adds to an evicted prefix was never stored. And with windows
+or recurrent states, tokens that the tiers hold but cannot continue are apart from those behind.
 
 A hit costs nothing per block; neither does a miss, except for evicted blocks, which are looked up
 among the ghosts.
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from vllm_tiered_kv.cache.cost_model import between
 from vllm_tiered_kv.cache.ghosts import FACTORS, Ghosts
-from vllm_tiered_kv.cache.planner import Group
+from vllm_tiered_kv.cache.planner import Group, end_of_full_groups
 from vllm_tiered_kv.connector.scheduler.account import Account, Miss
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
 from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookup
@@ -38,7 +39,9 @@ class MissCauses:
 
     def __init__(self, tier: CpuTier, ghosts: Ghosts, may_load: bool, has_daemons: bool) -> None:
         """`may_load`: False if `load_policy` forbids loads."""
+        self._tier = tier
         self._groups = sorted(tier.groups, key=lambda group: group.window is not None)
+        self._is_hybrid = self._groups[0].window is None and self._groups[-1].window is not None
         self._alignment = tier.alignment
         self._index = tier.index
         self._recorder = tier.recorder
@@ -107,6 +110,34 @@ class MissCauses:
             return [Miss(MissCause.LOAD_FAILED, tokens)]
         if state.request.skip_reading_prefix_cache:
             return [Miss(MissCause.CONTROL, tokens)]
+        unusable = self._end_of_tokens(state, held, held + tokens) - held
+        if unusable > 0:
+            rest = self._cause(state, computed, held + unusable, tokens - unusable, asks_daemons)
+            return [Miss(MissCause.INCOMPLETE, unusable), *rest]
+        return self._cause(state, computed, held, tokens, asks_daemons)
+
+    def _end_of_tokens(self, state: RequestState, held: int, limit: int) -> int:
+        """With windows or recurrent states: the end of the tokens whose blocks with full attention
+        the tiers hold, although a hit ends after the first `held` ones."""
+        if not self._is_hybrid:
+            return held
+        answer = state.remote.answer
+        return end_of_full_groups(
+            self._tier.held_for(state.control),
+            self._tier.groups,
+            state.loadable_keys,
+            held,
+            limit,
+            self._alignment,
+            answer.positions() if answer is not None else None,
+        )
+
+    def _cause(
+        self, state: RequestState, computed: int, held: int, tokens: int, asks_daemons: bool
+    ) -> list[Miss]:
+        """Why a block is missing after the first `held` tokens, for these tokens."""
+        if tokens <= 0:
+            return []
         found = self._first_missing(state, computed, held)
         if found is None:
             return [Miss(MissCause.INCOMPLETE, tokens)]
@@ -123,7 +154,7 @@ class MissCauses:
                 return [Miss(cause, tokens, Tier.REMOTE)]
         ghost = self._ghosts.find(keys[position])
         if ghost is None:
-            is_part = group.window is not None and self._groups[0].window is None
+            is_part = self._is_hybrid and group.window is not None
             cause = MissCause.INCOMPLETE if is_part else MissCause.NEVER_STORED
             return [Miss(cause, tokens)]
         if ghost.reason is not None:
