@@ -248,6 +248,7 @@ setup(
             "get_headers.cpp",
             "index/keys.cpp",
             "index/slot_pool.cpp",
+            "index/ghosts.cpp",
             "index/eviction.cpp",
             "index/eviction_lru.cpp",
             "index/eviction_s3fifo.cpp",

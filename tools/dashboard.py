@@ -71,6 +71,7 @@ def _increase(samples: str) -> str:
 
 _SAVED = _engine("saved_prefill_seconds_total")
 _HITS, _MISSES = _engine("hit_tokens_total"), _engine("miss_tokens_total")
+_COMPUTED = _engine("computed_tokens_total")
 _RECOMPUTED = _engine("recomputed_tokens_total")
 
 ROWS = (
@@ -133,6 +134,22 @@ ROWS = (
                     Query(f"sum by (tier) ({_rate(_RECOMPUTED)})", "computed, though in {{tier}}"),
                     Query(f"sum({_rate(_MISSES)})", "computed, in no tier"),
                 ],
+            ),
+            Panel(
+                "Why prompt tokens were computed",
+                [Query(f"sum by (cause) ({_rate(_COMPUTED)})", "{{cause}}")],
+                description="docs/misses.md explains each cause.",
+            ),
+            Panel(
+                "Computed tokens that a larger CPU tier would have held",
+                [
+                    Query(
+                        f"sum by (capacity) ({_rate(_engine('would_hit_tokens_total'))}) / "
+                        f"ignoring (capacity) group_left sum({_rate(_COMPUTED)})",
+                        "{{capacity}} the capacity",
+                    )
+                ],
+                "percentunit",
             ),
             Panel(
                 "Decisions about hits",

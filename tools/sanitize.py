@@ -40,6 +40,7 @@ THREADED_TESTS = (
     "tests/unit/test_index.py",
     "tests/unit/test_durable_index.py",
     "tests/unit/test_eviction.py",
+    "tests/unit/test_ghosts.py",
     "tests/unit/test_size_classes.py",
     "tests/unit/test_planner.py",
     "tests/stores/test_contract.py",

@@ -223,6 +223,11 @@ void BlockIndex::become_readable(uint32_t id) {
   if (entry.used == 0) entry.used = tick();  // otherwise it died while it was being written
   ++readable_;
   policy_of(entry).admit(id);
+  if (hooks_.ghosts) hooks_.ghosts->returned(entries_.key(id));
+}
+
+void BlockIndex::mark_sent(const std::vector<int64_t>& slots) {
+  for (const int64_t slot : slots) entries_[id_in(slot)].is_sent = true;
 }
 
 void BlockIndex::abort(int64_t slot) {
@@ -248,6 +253,7 @@ void BlockIndex::clear() {
     if (entries_[id].is_visible()) all.push_back(id);
   });
   for (const uint32_t id : all) remove_entry(id);
+  if (hooks_.ghosts) hooks_.ghosts->clear();
 }
 
 void BlockIndex::remove_entry(uint32_t id) {

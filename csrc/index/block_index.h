@@ -29,6 +29,7 @@
 
 #include "index/entries.h"
 #include "index/eviction.h"
+#include "index/ghosts.h"
 #include "index/slot_pool.h"
 
 namespace tiered_kv {
@@ -39,6 +40,7 @@ enum class Lookup : uint8_t { kMiss, kPending, kHit };
 // may be empty: then every eviction is allowed, and no lower tier holds a block.
 struct IndexHooks {
   std::function<void(std::string_view key, int64_t nbytes)> on_evict;
+  std::shared_ptr<Ghosts> ghosts;  // remembers the blocks that left, until `clear`
   // Called before a block is evicted; it can veto the eviction and may pin the block.
   std::function<bool(std::string_view key)> may_evict;
   // Whether a lower tier holds a block, so that its successors are useful without it.
@@ -95,6 +97,8 @@ class BlockIndex {
   // evicted earlier than that after their last use: it would take the room of others until it is
   // evicted as well.
   void expect_again(const std::vector<std::string_view>& keys, double seconds);
+  // A lower tier has received the blocks in these slots. The ghosts tell when they are evicted.
+  void mark_sent(const std::vector<int64_t>& slots);
   // Pins readable blocks until `unpin` and returns their slots. Pins all of them, or throws.
   std::vector<int64_t> pin(const std::vector<std::string_view>& keys);
   void pin_slots(const std::vector<int64_t>& slots);

@@ -144,6 +144,7 @@ uint32_t BlockIndex::coldest(uint32_t size_class) { return Leaving(*this, size_c
 void BlockIndex::evict(uint32_t id) {
   const int64_t nbytes = pool_.slot_bytes(pool_.class_of(entries_[id].slot));
   const std::string key(hooks_.on_evict ? entries_.key(id) : std::string_view());
+  if (hooks_.ghosts) hooks_.ghosts->evicted(entries_.key(id), nbytes, entries_[id].is_sent);
   if (!entries_[id].is_dead()) last_evicted_use_ = entries_[id].used;
   detach(id, true);
   free(id);

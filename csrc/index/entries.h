@@ -54,13 +54,15 @@ struct Entry {
   bool is_set_aside : 1;  // offered in a walk and not evicted
   bool is_parked : 1;     // a walk found it pinned; removed from the policy until it is unpinned
   bool is_awaiting : 1;   // its predecessor is missing
+  bool is_sent : 1;       // a lower tier has received it
 
   Entry()
       : is_queued(false),
         is_in_main(false),
         is_set_aside(false),
         is_parked(false),
-        is_awaiting(false) {}
+        is_awaiting(false),
+        is_sent(false) {}
 
   bool is_dead() const { return used != 0 && used < kFirstUse; }
   bool is_leaf() const { return first_behind == kNone; }

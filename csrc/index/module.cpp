@@ -18,6 +18,7 @@
 #include "binding.h"
 #include "index/block_index.h"
 #include "index/durable_index.h"
+#include "index/ghosts.h"
 
 namespace tiered_kv {
 namespace {
@@ -121,6 +122,11 @@ IndexHooks make_hooks(const py::object& on_evict, const py::object& may_evict,
       return bool(py::bool_((*call)(to_bytes(key))));
     };
   if (const auto call = shared(now)) hooks.now = [call] { return (*call)().cast<uint64_t>(); };
+  return hooks;
+}
+
+IndexHooks with_ghosts(IndexHooks hooks, std::shared_ptr<Ghosts> ghosts) {
+  hooks.ghosts = std::move(ghosts);
   return hooks;
 }
 
@@ -372,19 +378,56 @@ void bind_slot_pool(const py::module_& module) {
       .def("release", &SlotPool::release, py::arg("slot"));
 }
 
+void bind_ghosts(const py::module_& module) {
+  py::class_<Ghosts, std::shared_ptr<Ghosts>>(module, "Ghosts")
+      .def_property_readonly_static("EVICTED_AFTER_SENT",
+                                    [](const py::object&) { return Ghosts::kEvictedAfterSent; })
+      .def(py::init<size_t>(), py::arg("max"))
+      .def("__len__", &Ghosts::size)
+      .def(
+          "dropped",
+          [](Ghosts& self, const py::handle& key, int reason) {
+            self.dropped(key_of(key), reason);
+          },
+          py::arg("key"), py::arg("reason"))
+      .def(
+          "find",
+          [](const Ghosts& self, const py::handle& key) -> py::object {
+            const auto found = self.find(key_of(key));
+            if (!found) return py::none();
+            return py::make_tuple(found->at, found->distance, found->reason);
+          },
+          py::arg("key"))
+      .def(
+          "evicted_run",
+          [](const Ghosts& self, const py::object& keys, int64_t start, int64_t stop) {
+            const Keys all(keys);
+            const Range range(start, stop, all.size());
+            std::vector<int64_t> distances;
+            for (size_t i = range.start; i < range.stop; ++i) {
+              const auto found = self.find(all[i]);
+              if (!found || found->reason >= 0) break;
+              distances.push_back(found->distance);
+            }
+            return distances;
+          },
+          py::arg("keys"), py::arg("start"), py::arg("stop"));
+}
+
 void bind_block_index(const py::module_& module) {
   py::class_<BlockIndex>(module, "BlockIndex")
       .def(py::init([](int64_t capacity_bytes, int64_t slab_bytes, int64_t num_slabs,
                        int64_t slots_per_slab, std::string eviction, const py::object& on_evict,
                        const py::object& may_evict, const py::object& is_below,
-                       const py::object& now) {
+                       const py::object& now, std::shared_ptr<Ghosts> ghosts) {
              return std::make_unique<BlockIndex>(
                  make_geometry(capacity_bytes, slab_bytes, num_slabs, slots_per_slab),
-                 std::move(eviction), make_hooks(on_evict, may_evict, is_below, now));
+                 std::move(eviction),
+                 with_ghosts(make_hooks(on_evict, may_evict, is_below, now), std::move(ghosts)));
            }),
            py::arg("capacity_bytes"), py::arg("slab_bytes"), py::arg("num_slabs"),
            py::arg("slots_per_slab"), py::arg("eviction"), py::arg("on_evict"),
-           py::arg("may_evict"), py::arg("is_below"), py::arg("now"))
+           py::arg("may_evict"), py::arg("is_below"), py::arg("now"), py::arg("ghosts"))
       .def(
           "add_class",
           [](BlockIndex& self, int64_t slot_bytes, const py::bytes& owner) {
@@ -521,6 +564,12 @@ void bind_block_index(const py::module_& module) {
             return outcomes;
           },
           py::arg("slots"))
+      .def(
+          "mark_sent",
+          [](BlockIndex& self, const py::object& slots) {
+            self.mark_sent(numbers(slots, "slots"));
+          },
+          py::arg("slots"))
       .def("abort", &BlockIndex::abort, py::arg("slot"))
       .def(
           "remove",
@@ -612,6 +661,7 @@ void bind_durable_index(const py::module_& module) {
 void bind_index(py::module_& module) {
   translate_invariant_errors();
   bind_slot_pool(module);
+  bind_ghosts(module);
   bind_block_index(module);
   bind_durable_index(module);
   module.def("release_free_memory", &release_free_memory);

@@ -281,6 +281,40 @@ def test_controls_of_a_request_reach_the_cache_and_mistakes_the_client(
         )
 
 
+def test_explain_says_where_the_tokens_came_from_and_why_not_from_the_cache(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = f"Explain this: {TEXT[:6000]}"
+    block = int(server.label("vllm:cache_config_info", "block_size"))
+
+    def explained() -> dict[str, Any]:
+        capsys.readouterr()
+        assert main(["explain", prompt, "--url", f"http://127.0.0.1:{server.port}", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    stored = server.metric("vllm:tiered_kv_stored_blocks_total", tier="cpu")
+    first = explained()
+    assert [miss["cause"] for miss in first["missed"]] == ["never_stored", "partial_block"]
+    assert server.metric("vllm:tiered_kv_stored_blocks_total", tier="cpu") == stored
+    assert explained()["gpu"] == first["missed"][0]["tokens"]
+    server.drop_gpu_cache()
+    body = {"model": "smollm2", "prompt": prompt, "max_tokens": 1}
+    assert server.call("POST", "/v1/completions", body)[0] == 200
+    blocks = first["prompt_tokens"] // block
+    wait_until(
+        lambda: server.metric("vllm:tiered_kv_stored_blocks_total", tier="cpu") >= stored + blocks,
+        SETTLE_S,
+        "the stores of an idle engine are committed and counted",
+    )
+    server.drop_gpu_cache()
+    second = explained()
+    assert second["cpu"] == first["missed"][0]["tokens"]
+    assert [miss["cause"] for miss in second["missed"]] == ["partial_block"]
+    assert set(second["saved_by_capacity"]) == {"2x", "4x"}
+    assert main(["explain", prompt, "--url", f"http://127.0.0.1:{server.port}"]) == 0
+    assert "from the GPU's prefix cache" in capsys.readouterr().out
+
+
 def test_a_client_that_hangs_up_takes_nothing_with_it(server: Server) -> None:
     computed = server.ask()
     generated = server.metric("vllm:generation_tokens_total")

@@ -121,6 +121,7 @@ def test_each_part_of_a_request_state_has_one_writer() -> None:
                 for part in re.findall(r"\bstate\.(\w+)", ast.unparse(target)):
                     written.setdefault(part, set()).add(path.name)
     assert written == {
+        "account": {"miss_causes.py"},
         "keys": {"scheduler_half.py"},
         "lost_adapter": {"scheduler_half.py"},
         "load": {"load_planner.py"},

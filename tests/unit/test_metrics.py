@@ -116,6 +116,9 @@ def test_the_values_of_labels_are_documented() -> None:
     engine, daemon = page.split("## Daemon metrics")
     for reason in names.DropReason:
         assert f"`{reason.value}`" in engine
+    causes = Path(DOCS / "misses.md").read_text()
+    for cause in names.MissCause:
+        assert f"| `{cause.value}` |" in causes
     for result in PutResult:
         assert f"`{result.name.lower()}`" in daemon
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from vllm_tiered_kv.cache.ghosts import Ghosts
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import StoreReport, TransferLedger
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens, plan_store
@@ -18,6 +19,7 @@ from vllm_tiered_kv.connector.scheduler import remote_lookups
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
 from vllm_tiered_kv.connector.scheduler.load_planner import LoadPlanner
 from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
+from vllm_tiered_kv.connector.scheduler.miss_causes import MissCauses
 from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
 from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
 from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
@@ -340,6 +342,7 @@ def test_a_request_that_starts_over_keeps_its_blocks_again() -> None:
         verification=None,
         reuses_tails=False,
         engine=EngineFacts(),
+        misses=MissCauses(asked.cpu, Ghosts(64, 64), may_load=True, has_daemons=True),
     ).preempted(asked.state)
     assert not asked.state.remote.copies
     assert asked.state.remote.lookup is None

@@ -36,6 +36,7 @@ class SmallServer:
     answers: int | None = None  # prompts to answer before the server dies
     kept: set[tuple[str, str]] = field(default_factory=set)
     loaded: int = 0
+    metrics: str = ""  # further ones
     emptied: int = 0
     asked: list[dict[str, Any]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -111,6 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/metrics" and self.small.has_metrics:
             counter = names.LOADED_BLOCKS.exposed_name
             text = f'# TYPE x\n{counter}_total{{tier="cpu"}} {self.small.loaded}.0\n'
+            text += self.small.metrics
             self._send(200, text + f'{counter}_created{{tier="cpu"}} 1.7e9\n')
         else:
             self._send(404, {"detail": "Not Found"})

@@ -23,9 +23,36 @@ _PLANNER = ("tests/unit/test_planner.py",)
 _RECURRENT = ("tests/engine/test_recurrent.py::test_a_repeated_prompt_is_found_as_by_vllm_itself",)
 _SEARCH = ("tests/unit/test_window_search.py",)
 _VERIFICATION = ("tests/engine/test_verification.py",)
+_MISSES = ("tests/engine/test_miss_causes.py",)
 _ONCE = ("tests/unit/test_compute_once.py",)
 
 ENGINE = (
+    Mutation(
+        "misses-larger-tier-holds-all",
+        "connector/scheduler/miss_causes.py",
+        "            extra = (factor - 1) * self._ghosts.capacity_bytes\n",
+        "            extra = 1 << 60\n",
+        "twice the memory is said to hold everything that was ever evicted",
+        _MISSES,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "ghosts-count-what-came-back",
+        "csrc/index/ghosts.cpp",
+        "  change(place, -ring_[place].nbytes);\n",
+        "",
+        "a larger tier is said to save less than it does",
+        ("tests/unit/test_ghosts.py",),
+    ),
+    Mutation(
+        "misses-daemons-that-say-nothing-have-nothing",
+        "connector/scheduler/miss_causes.py",
+        "        if self._has_daemons:\n",
+        "        if not self._has_daemons:\n",
+        "what no daemon was asked for is said to be never stored",
+        _MISSES,
+        Needs.VLLM,
+    ),
     Mutation(
         "once-no-deadline",
         "connector/scheduler/compute_once.py",

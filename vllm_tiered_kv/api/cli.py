@@ -16,6 +16,7 @@ from vllm_tiered_kv.api import arguments
 from vllm_tiered_kv.api.arguments import HelpFormatter
 from vllm_tiered_kv.api.daemon_commands import add_daemon_commands
 from vllm_tiered_kv.api.doctor_command import add_doctor
+from vllm_tiered_kv.api.explain import explain
 from vllm_tiered_kv.api.model_check import ModelCheck
 from vllm_tiered_kv.api.model_shape import (
     DTYPE_BYTES,
@@ -25,7 +26,7 @@ from vllm_tiered_kv.api.model_shape import (
     read_shape,
 )
 from vllm_tiered_kv.api.openai_server import OpenAIServer
-from vllm_tiered_kv.api.prompt_file import read_prompts
+from vllm_tiered_kv.api.prompt_file import read_prompt, read_prompts
 from vllm_tiered_kv.api.replay import Exit, Replay, ReplaySettings
 from vllm_tiered_kv.api.warm import warm
 from vllm_tiered_kv.errors import ConfigError, ModelConfigError, ReplayError
@@ -46,6 +47,8 @@ examples:
       what does a daemon hold, by model, and what is it doing?
   tiered-kv replay prompts.jsonl --url http://127.0.0.1:8000
       are the answers of a running server the same with and without the cache?
+  tiered-kv explain "Once upon a time" --url http://127.0.0.1:8000
+      where do the tokens of this prompt come from, and why is the rest computed?
 """
 
 _REPLAY = """\
@@ -107,6 +110,32 @@ examples:
   tiered-kv warm prompts.jsonl --pin 600 --concurrency 8
 """
 
+_EXPLAIN = """\
+Sends a prompt to a running vLLM server for one token, and prints where its tokens came from and why
+the others were computed. The tiers do not store the prompt; vLLM's own cache on the GPU does.
+"""
+
+_EXPLAIN_DETAILS = """\
+prompt:
+  Once upon a time                                    to /v1/completions
+  {"prompt": "Once upon a time"}                      to /v1/completions
+  {"messages": [{"role": "user", "content": "Hi"}]}   to /v1/chat/completions
+  Further fields ("tools", …) are added to the request unchanged. Tokens count: a chat has others
+  than its text alone, so send what users send.
+
+output:
+  one line for each source and cause; docs/misses.md explains them. The last line is about all
+  requests: what a larger CPU tier would have held of the tokens that were computed.
+
+exit status:
+  0  the account is printed     2  the server cannot be asked, or gives no account
+
+examples:
+  tiered-kv explain "Once upon a time" --url http://127.0.0.1:8000
+  tiered-kv explain - < prompt.txt
+  tiered-kv explain '{"messages": [{"role": "user", "content": "Hi"}]}' --json | jq .missed
+"""
+
 _MODEL = """\
 Reads a model's config.json and says whether the model would be cached, how many KiB of KV cache a
 token takes and how many tokens fit into an amount of memory. Starts no engine, loads no weights,
@@ -147,6 +176,7 @@ def main(given_words: Sequence[str] | None = None) -> int:
     add_daemon_commands(commands)
     _add_replay(commands)
     _add_warm(commands)
+    _add_explain(commands)
     words = sys.argv[1:] if given_words is None else list(given_words)
     if words and not words[0].startswith("-") and words[0] not in commands.choices:
         close = difflib.get_close_matches(words[0], commands.choices, n=1)
@@ -367,6 +397,41 @@ def _warm(given: argparse.Namespace) -> int:
     )
     print("\n".join(report.lines()))
     return Exit.FAILED if report.failures else Exit.EQUAL
+
+
+def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "explain",
+        help="say where the tokens of a prompt come from, and why the rest is computed",
+        description=_EXPLAIN,
+        epilog=_EXPLAIN_DETAILS,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_explain)
+    parser.add_argument("prompt", metavar="PROMPT", help="see below; - reads it from stdin")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
+    parser.add_argument("--model", metavar="NAME", help="needed if the server serves several")
+    parser.add_argument("--salt", metavar="TEXT", help="cache_salt, if clients use one")
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=arguments.seconds,
+        default=600.0,
+        help="of the request (%(default)s)",
+    )
+    parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="sent as bearer token")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _explain(given: argparse.Namespace) -> int:
+    prompt = read_prompt(
+        sys.stdin.read().removesuffix("\n") if given.prompt == "-" else given.prompt
+    )
+    server = OpenAIServer(given.url, given.timeout, _read_key(given.api_key_file))
+    found = explain(server, prompt, given.model, given.salt)
+    print(json.dumps(found.as_json(), indent=1) if given.json else "\n".join(found.lines()))
+    return Exit.EQUAL
 
 
 def _print_progress(line: str) -> None:

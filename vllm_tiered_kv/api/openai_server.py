@@ -19,11 +19,13 @@ from vllm_tiered_kv.metrics.names import Metric
 
 _ALTERNATIVES = 5  # number of likeliest tokens requested per position
 _CONTROL_TIMEOUT_S = 15.0
+_LABELLED = re.compile(r"^([a-zA-Z_:][\w:]*)\{(.*)\} (\S+)", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})? (\S+)", re.MULTILINE)
 
 
 class OpenAIServer:
-    """Sends the requests of a replay, or of `warm`, to one server. Thread-safe."""
+    """Sends the requests of `replay`, `warm` and `explain` to one server. Thread-safe."""
 
     def __init__(self, url: str, timeout_s: float, api_key: str | None = None) -> None:
         try:
@@ -76,8 +78,17 @@ class OpenAIServer:
     def prefill(
         self, prompt: Prompt, model: str, controls: Mapping[str, Any], salt: str | None
     ) -> int:
-        """Lets the server process a prompt and generate one token; returns the prompt's tokens.
-        `controls`: what the request asks of the cache (docs/requests.md)."""
+        """Lets the server process a prompt; returns the prompt's tokens."""
+        reply = self.one_token(prompt, model, controls, salt)
+        usage = reply.get("usage") if isinstance(reply, dict) else None
+        tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+        return tokens if isinstance(tokens, int) else 0
+
+    def one_token(
+        self, prompt: Prompt, model: str, controls: Mapping[str, Any], salt: str | None
+    ) -> Any:
+        """Lets the server process a prompt and generate one token; returns its reply. `controls`:
+        what the request asks of the cache (docs/requests.md)."""
         body: dict[str, Any] = {**prompt.fields, "model": model, "n": 1, "stream": False}
         for name in ("max_completion_tokens", "min_tokens", "stream_options"):
             body.pop(name, None)
@@ -87,10 +98,7 @@ class OpenAIServer:
         if salt is not None:
             body["cache_salt"] = salt
         path = "/v1/chat/completions" if prompt.is_chat else "/v1/completions"
-        reply = self._json(path, body, self._timeout_s)
-        usage = reply.get("usage") if isinstance(reply, dict) else None
-        tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-        return tokens if isinstance(tokens, int) else 0
+        return self._json(path, body, self._timeout_s)
 
     def forget_gpu_cache(self) -> bool:
         """Empties vLLM's GPU prefix cache; False if the server does not support it or does not
@@ -112,6 +120,17 @@ class OpenAIServer:
         if content is None:
             return None
         return sum_counters(content.decode(errors="replace"), metrics)
+
+    def counter_by(self, metric: Metric, label: str) -> dict[str, float]:
+        """Returns a counter by the values of one label, summed over the others; empty if the server
+        has no metrics."""
+        content = self._content("/metrics", None) or b""
+        sums: dict[str, float] = {}
+        for name, labels, value in _LABELLED.findall(content.decode(errors="replace")):
+            if name == metric.exposed_name + "_total":
+                found = dict(_LABEL.findall(labels)).get(label, "")
+                sums[found] = sums.get(found, 0.0) + float(value)
+        return sums
 
     def _content(self, path: str, body: Mapping[str, Any] | None) -> bytes | None:
         """Returns the content of a control request, None on failure.

@@ -51,6 +51,13 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
+def read_prompt(line: str) -> Prompt:
+    """Returns the prompt of one line that is not from a file."""
+    if not line.strip():
+        raise ReplayError("the prompt is empty")
+    return _prompt(Path("PROMPT"), 1, line)
+
+
 def _prompt(path: Path, number: int, line: str) -> Prompt:
     if not line.lstrip().startswith("{"):
         return Prompt(number, {"prompt": line})

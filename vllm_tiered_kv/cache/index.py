@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from vllm_tiered_kv.cache.ghosts import Ghosts
 from vllm_tiered_kv.core.arena_geometry import Geometry, SlabGeometry, aligned
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import InvariantError
@@ -81,12 +82,13 @@ class BlockIndex:
         may_evict: Callable[[bytes], bool] | None = None,
         is_below: Callable[[bytes], bool] | None = None,
         now: Callable[[], int] | None = None,
+        ghosts: Ghosts | None = None,
     ) -> None:
         """`on_evict(key, nbytes)` is called for every evicted block. `may_evict(key)` can veto an
         eviction and may pin the block. `is_below(key)` returns whether a lower tier holds the
         block, in which case its successors are useful without it. All three run while the index is
         changing, so they may only pin and unpin. `now()` returns the time in nanoseconds; the
-        default is the system's."""
+        default is the system's. `ghosts` remembers what is evicted."""
         hooks = Hooks(on_evict=on_evict, may_evict=may_evict, is_below=is_below, now=now)
         self._open(
             geometry,
@@ -98,6 +100,7 @@ class BlockIndex:
                 hooks.call("may_evict"),
                 hooks.call("is_below"),
                 hooks.call("now"),
+                ghosts.native if ghosts is not None else None,
             ),
         )
 
@@ -272,6 +275,10 @@ class BlockIndex:
         """
         self.flush_recency()
         self._native.expect_again(keys, seconds)
+
+    def mark_sent(self, slots: Sequence[int]) -> None:
+        """A lower tier has received the blocks in these slots. The ghosts will know."""
+        self._native.mark_sent(slots)
 
     def pin(self, keys: Iterable[bytes]) -> list[int]:
         """Pins readable blocks until `unpin` and returns their slots. Pins all or raises."""

@@ -14,6 +14,7 @@ from itertools import compress
 
 import numpy as np
 
+from vllm_tiered_kv.cache.ghosts import Ghosts
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.write_fence import WriteFence
 from vllm_tiered_kv.core.key import BlockKey
@@ -80,8 +81,16 @@ class TransferLedger:
     Only the scheduler half calls it, from its own thread.
     """
 
-    def __init__(self, index: BlockIndex, recorder: Recorder, num_ranks: int) -> None:
+    def __init__(
+        self,
+        index: BlockIndex,
+        recorder: Recorder,
+        num_ranks: int,
+        ghosts: Ghosts | None = None,
+    ) -> None:
+        """`ghosts` remembers blocks that are not stored."""
         self._index = index
+        self._ghosts = ghosts
         self._recorder = recorder
         self._num_ranks = num_ranks
         self._next_job_id = 0
@@ -300,7 +309,17 @@ class TransferLedger:
         if load.on_end is not None:
             load.on_end()
 
-    def drop(self, blocks: int, reason: DropReason, tier: Tier = Tier.CPU) -> None:
+    def drop(
+        self,
+        blocks: int,
+        reason: DropReason,
+        tier: Tier = Tier.CPU,
+        first: bytes | None = None,
+    ) -> None:
+        """Counts blocks that are not stored. `first`: the key of the first one, after which a later
+        request will find nothing."""
+        if blocks and first is not None and self._ghosts is not None:
+            self._ghosts.dropped(first, reason)
         self._recorder.add(names.DROPPED_BLOCKS, blocks, tier.value, reason.value)
 
     def new_job(self) -> int:
@@ -318,6 +337,9 @@ class TransferLedger:
             slots = list(compress(store.slots, readable))
             for tell in self.on_committed:
                 tell(slots)
+        first = None
+        if least.stored < len(store.slots):
+            first, _ = self._index.block_in(store.slots[least.stored])
         for slot in store.slots[least.stored :]:
             self._index.abort(slot)
         if is_counted:
@@ -332,7 +354,7 @@ class TransferLedger:
         self.drop(lost - reused, DropReason.RESET)
         if least.stored < len(store.slots):
             reason = least.reason or DropReason.COPY_FAILED
-            self.drop(len(store.slots) - least.stored, reason)
+            self.drop(len(store.slots) - least.stored, reason, first=first)
             if store.on_drop is not None:
                 store.on_drop(reason)
         return _by_anchor(store, readable)

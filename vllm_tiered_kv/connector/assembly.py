@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from vllm_tiered_kv.cache.ghosts import Ghosts
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import groups_of, telling_group
@@ -39,6 +40,7 @@ from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
 from vllm_tiered_kv.connector.scheduler.lazy_store import LazyStore
 from vllm_tiered_kv.connector.scheduler.load_planner import LoadPlanner
 from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
+from vllm_tiered_kv.connector.scheduler.miss_causes import MissCauses
 from vllm_tiered_kv.connector.scheduler.remote_claims import RemoteClaims
 from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
 from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
@@ -48,6 +50,7 @@ from vllm_tiered_kv.connector.scheduler.scheduler_half import SchedulerHalf
 from vllm_tiered_kv.connector.scheduler.step_load_policy import StepLoadPolicy
 from vllm_tiered_kv.connector.scheduler.store_planner import StorePlanner
 from vllm_tiered_kv.connector.scheduler.verification import Verification
+from vllm_tiered_kv.connector.tracing import account_tracer
 from vllm_tiered_kv.connector.worker.kv_layout import (
     first_forward_clears,
     group_block_bytes,
@@ -129,10 +132,14 @@ def make_scheduler_half(
     if kv_events.are_enabled(vllm_config) and config.mode is Mode.TIERED:
         slots = geometry.capacity_bytes // min(geometry.slot_bytes)
         events = kv_events.TierEvents(kv_cache_config.num_blocks, max_sent_blocks=4 * slots)
+    ghosts = Ghosts(geometry.capacity_bytes, min(geometry.slot_bytes))
     index = BlockIndex(
-        geometry, config.eviction.value, events.evicted if events is not None else None
+        geometry,
+        config.eviction.value,
+        events.evicted if events is not None else None,
+        ghosts=ghosts,
     )
-    ledger = TransferLedger(index, recorder, engine.num_ranks)
+    ledger = TransferLedger(index, recorder, engine.num_ranks, ghosts)
     if events is not None:
         events.bind(index, bool(config.remote))
         ledger.on_committed.append(events.committed)
@@ -156,14 +163,17 @@ def make_scheduler_half(
     if config.verify_fraction:
         delete = lookups.delete if lookups is not None else None
         verification = Verification(config.verify_fraction, tier, engine.num_ranks, delete)
+    load_policy = LoadDecider(config, tier, engine, lookups)
+    misses = MissCauses(tier, ghosts, load_policy.may_load, remote is not None)
     loads = LoadPlanner(
         tier,
         StepLoadPolicy(config.step_loads, groups, ledger),
-        LoadDecider(config, tier, engine, lookups),
+        load_policy,
         remote,
         verification,
         reuses_tails=config.reuse_partial_tail and config.mode is Mode.TIERED,
         engine=engine,
+        misses=misses,
     )
     # vLLM 0.31 has no such field. The bound block pool's value replaces this one later.
     hash_block_size = getattr(kv_cache_config, "hash_block_size", None) or min(block_sizes)
@@ -174,6 +184,10 @@ def make_scheduler_half(
     if early_loads.is_possible(vllm_config, engine.steps_zero_blocks):
         early = early_loads.EarlyLoads(partial(find_worker, vllm_config), recorder)
     once = _compute_once(config, vllm_config, tier, engine, loads, claims)
+    if remote is not None:
+        ledger.on_sent.append(index.mark_sent)
+    if once is not None:
+        misses.is_computing = once.is_computing
     if events is not None and remote is not None:
         remote.on_missing = events.missing
     retention = Retention(tier, config.pin_share, remote.pin if remote is not None else None)
@@ -190,6 +204,7 @@ def make_scheduler_half(
         once,
         retention,
         events,
+        account_tracer(vllm_config),
     )
 
 

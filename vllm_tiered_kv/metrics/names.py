@@ -76,6 +76,26 @@ class WaitOutcome(str, enum.Enum):
     ABORTED = "aborted"  # the request itself ended
 
 
+class MissCause(str, enum.Enum):
+    """Why prompt tokens were computed instead of loaded. A prefix hit ends at its first missing
+    block, so the cause of that block counts for the tokens behind it too."""
+
+    NEVER_STORED = "never_stored"  # as far as the engine remembers
+    EVICTED = "evicted"  # from the CPU tier, and no daemon holds it
+    DROPPED = "dropped"  # it was to be stored, see `DropReason`
+    PENDING = "pending"  # it is being stored, or another request is computing it
+    INCOMPLETE = "incomplete"  # a sliding window or a recurrent state is missing, not the tokens
+    LOOKUP_TIMEOUT = "lookup_timeout"  # no daemon answered in time
+    UNAVAILABLE = "daemon_unavailable"  # no daemon could be reached
+    POLICY = "policy"  # held, but computing was expected to be faster; or `load_policy` is never
+    CONTROL = "control"  # the request asked for it
+    VERIFICATION = "verification"  # held, and computed to be compared
+    LOAD_FAILED = "load_failed"  # the load failed, or is not tried again after it failed
+    ADAPTER_REPLACED = "adapter_replaced"  # another LoRA adapter took the place of the request's
+    OTHER_CONNECTOR = "other_connector"  # another connector of a MultiConnector loads them
+    PARTIAL_BLOCK = "partial_block"  # behind the last whole block, so that nothing can hold them
+
+
 @dataclass(frozen=True)
 class Metric:
     name: str
@@ -133,6 +153,22 @@ SAVED_SECONDS = _counter(
     *(_CPU, _REMOTE),
 )
 MISS_TOKENS = _counter("miss_tokens", "Prompt tokens in whole blocks that no tier held.", _CPU)
+COMPUTED_TOKENS = Metric(
+    "computed_tokens",
+    Kind.COUNTER,
+    ("cause",),
+    "Prompt tokens that were computed, by the reason why they were not loaded; counted when the "
+    "request is admitted, after a preemption or a failed load again.",
+    series=tuple((cause.value,) for cause in MissCause),
+)
+WOULD_HIT_TOKENS = Metric(
+    "would_hit_tokens",
+    Kind.COUNTER,
+    ("capacity",),
+    "Computed tokens with the cause `evicted` that a CPU tier of so many times the capacity would "
+    "still have held.",
+    series=(("2x",), ("4x",)),
+)
 RECOMPUTED_TOKENS = _counter(
     "recomputed_tokens",
     "Prompt tokens that a tier held but that were computed, because that was expected to "
@@ -283,6 +319,7 @@ REQUEST_CONTROLS = Metric(
             "session_ended",
             "tool_pending",
             "compute_once",
+            "explain",
             "ignored",
         )
     ),
@@ -302,6 +339,8 @@ ALL: tuple[Metric, ...] = (
     HIT_TOKENS,
     SAVED_SECONDS,
     MISS_TOKENS,
+    COMPUTED_TOKENS,
+    WOULD_HIT_TOKENS,
     RECOMPUTED_TOKENS,
     HIT_BLOCKS,
     MISS_BLOCKS,

@@ -183,6 +183,13 @@ class ComputeOnce:
             leader.claim = claim if claim is not None and claim.is_mine else None
             self._leaders[request_id] = leader
 
+    def is_computing(self, request_id: str, keys: Sequence[BlockKey], block: int) -> bool:
+        """Whether a request other than this one is computing the block, or is about to."""
+        return any(
+            name != request_id and block < leader.end and leader.keys[block] == keys[block]
+            for name, leader in self._leaders.items()
+        )
+
     def step_planned(self, scheduled: Collection[str], position_of: Callable[[str], int]) -> None:
         """vLLM has planned a step with these requests. `position_of`: how many tokens of one are
         computed after it."""

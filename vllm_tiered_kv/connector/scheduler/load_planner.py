@@ -15,6 +15,7 @@ from vllm_tiered_kv.cache.planner import Group, end_of_full_groups, loadable_tok
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
 from vllm_tiered_kv.connector.scheduler.hashed_blocks import ids_of
 from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
+from vllm_tiered_kv.connector.scheduler.miss_causes import MissCauses
 from vllm_tiered_kv.connector.scheduler.partial_tail import tail_of
 from vllm_tiered_kv.connector.scheduler.remote_tier import LoadSplit, RemoteTier
 from vllm_tiered_kv.connector.scheduler.request_state import LoadState, Match, RequestState
@@ -48,6 +49,7 @@ class LoadPlanner:
         verification: Verification | None,
         reuses_tails: bool,
         engine: EngineFacts,
+        misses: MissCauses,
     ) -> None:
         self.step_policy = step_policy
         self.load_policy = load_policy
@@ -64,6 +66,7 @@ class LoadPlanner:
         # Daemons are not asked until then. The CPU tier is still empty.
         self._awaits_first_forward = engine.first_forward_clears
         self._engine = engine
+        self._misses = misses
         self._pool: BlockPool | None = None
         self._verification = verification
         self._reuses_tails = reuses_tails
@@ -146,9 +149,10 @@ class LoadPlanner:
         if state is not None and failed is not None:
             self.load_failed(state, failed)
 
-    def load_failed(self, state: RequestState, tier: Tier) -> None:
+    def load_failed(self, state: RequestState, tier: Tier, is_step_load: bool = False) -> None:
         """A load has failed at this tier, which is not asked again for the request."""
         state.load.keeps_tail = False
+        self._misses.load_failed(state, is_step_load)
         state.load.has_failed |= tier is Tier.CPU
         state.remote.load_failed(tier)
 
@@ -180,6 +184,7 @@ class LoadPlanner:
         if tail is not None:
             limit, end = request.num_tokens - 1, len(tail.keys) * self._alignment
         has_all_full = computed >= full
+        reachable = limit
         limit, end = (self._load_end(state, computed, one) for one in (limit, end))
         on_gpu = computed if has_all_full else 0
         computed_again = self._computed_again(request, computed) if has_all_full else 0
@@ -201,7 +206,12 @@ class LoadPlanner:
                 self._request_state(state, computed, computed + loadable, end, daemon_ranges)
         if has_all_full and not loadable:
             state.load.match = Match(
-                computed, 0, limit, on_gpu=on_gpu, computed_again=computed_again
+                computed,
+                0,
+                limit,
+                on_gpu=on_gpu,
+                computed_again=computed_again,
+                reachable=reachable,
             )
             return 0
         choice = self.load_policy.choose(state, computed, loadable, daemon_ranges)
@@ -230,7 +240,15 @@ class LoadPlanner:
             return None
         loadable = min(loadable, limit - computed)  # all but the last token of a tail
         state.load.match = Match(
-            computed, loadable, limit, is_step_load, choice, verified, on_gpu, computed_again
+            computed,
+            loadable,
+            limit,
+            is_step_load,
+            choice,
+            verified,
+            on_gpu,
+            computed_again,
+            reachable,
         )
         return loadable
 
@@ -313,7 +331,9 @@ class LoadPlanner:
         loads = [
             self._split(state, group, match.computed, covered, blocks) for group in self._groups
         ]
-        self._count(match, tokens, loads)
+        remote_tokens = self._count(match, tokens, loads)
+        asks_daemons = self._daemons_for(state) is not None
+        self._misses.admitted(state, match, tokens, remote_tokens, asks_daemons)
         state.load.from_disk = _from_disk(match, tokens)
         if match.choice is not None:
             is_timed = not match.is_step_load
@@ -415,7 +435,8 @@ class LoadPlanner:
             state.request.request_id, keys, nbytes, remote_blocks, remote_bytes, on_end
         )
 
-    def _count(self, match: Match, loaded: int, loads: Sequence[LoadSplit]) -> None:
+    def _count(self, match: Match, loaded: int, loads: Sequence[LoadSplit]) -> int:
+        """Counts the tokens of a request that vLLM admitted. Returns those from daemons."""
         loadable = match.limit - match.computed
         held = max(loaded, min(match.choice.held, loadable) if match.choice is not None else 0)
         missed = max(0, loadable - held)
@@ -439,6 +460,7 @@ class LoadPlanner:
             self._recorder.add(names.HIT_BLOCKS, load.num_remote, _REMOTE)
             needed = group.needed(match.limit - missed, end) if missed else ()
             self._recorder.add(names.MISS_BLOCKS, len(needed), _CPU)
+        return remote
 
 
 def _from_disk(match: Match, tokens: int) -> int:

@@ -80,6 +80,8 @@ class RemoteAnswer:
     spans: tuple[tuple[RemoteSpan, ...], ...]
     is_known: bool = True
     """False if no daemon answered, so that they may hold more."""
+    is_late: bool = False
+    """A question had no answer by the deadline, so that daemons may hold more."""
 
     @property
     def leases(self) -> list[LookupLease]:
@@ -100,6 +102,7 @@ class RemoteLookup:
     fresh_until: float
     answer: RemoteAnswer | None = None
     given_up: bool = False
+    outcome: LookupOutcome | None = None  # once it has ended
     was_awaited: bool = False
     renewable: bool = False
     """The lookup started ahead of need, or its answer went to vLLM before, so an outdated answer is
@@ -283,6 +286,7 @@ class RemoteLookups:
         self._count(lookup, outcome)
 
     def _count(self, lookup: RemoteLookup, outcome: LookupOutcome) -> None:
+        lookup.outcome = outcome
         self._recorder.add(names.LOOKUPS, 1, _REMOTE, outcome.value)
         self._recorder.observe(names.LOOKUP_SECONDS, lookup.age_s, _REMOTE)
 
@@ -298,7 +302,9 @@ class RemoteLookups:
             self._step_wait_left_s -= time.monotonic() - begin
         if lookup.future.done():
             answer = lookup.answer = lookup.future.result()
-            outcome = LookupOutcome.MISS if answer.is_known else LookupOutcome.UNAVAILABLE
+            outcome = LookupOutcome.TIMEOUT if answer.is_late else LookupOutcome.MISS
+            if not answer.is_known:
+                outcome = LookupOutcome.UNAVAILABLE
             if any(answer.spans):
                 outcome = LookupOutcome.HIT
             self._count(lookup, outcome)
@@ -397,7 +403,11 @@ class RemoteLookups:
             if windows is not None:
                 asked += self._ask_windows(windows, keys, firsts, lengths, deadline, found)
             self.answers.append((asked, sum(s.stop - s.start for group in found for s in group)))
-            return RemoteAnswer(tuple(map(tuple, found)), is_known=self._cluster.is_up)
+            return RemoteAnswer(
+                tuple(map(tuple, found)),
+                is_known=self._cluster.is_up,
+                is_late=time.monotonic() >= deadline,
+            )
         except Exception:  # a failed lookup must never stop the engine
             logger.exception("a lookup at the daemons failed and counts as a miss")
             for spans in found:

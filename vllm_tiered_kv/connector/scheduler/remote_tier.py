@@ -189,7 +189,7 @@ class RemoteTier:
         on_missing: Callable[[Sequence[BlockKey]], None],
     ) -> None:
         answer, lookup = state.remote.answer, state.remote.lookup
-        if answer is None or lookup is None or not answer.is_known:
+        if answer is None or lookup is None or not answer.is_known or answer.is_late:
             return
         for group, keys in zip(self._groups, state.loadable_keys, strict=True):
             if group.window is None:

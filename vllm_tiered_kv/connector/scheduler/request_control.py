@@ -141,6 +141,11 @@ class RequestControl:
             "share; without it the engine's option `compute_once` decides.",
         },
     )
+    explain: bool = boolean(
+        False,
+        "The response says where the prompt's tokens came from, and why the others were computed; "
+        "see misses.md.",
+    )
 
     @property
     def store_limit(self) -> int | None:
@@ -172,6 +177,8 @@ class RequestControl:
 
 NO_CONTROL = RequestControl()
 _FIELDS = {option.name: option for option in fields(RequestControl)}
+EXPLAIN = "explain"
+"""The key of a request's account in its response."""
 IGNORED = "ignored"
 """The label of `request_controls` for requests with a key that is ignored."""
 

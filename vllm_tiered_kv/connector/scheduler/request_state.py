@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from vllm_tiered_kv.cache.cost_model import Choice
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.connector.identity.request_keys import RequestKeys
+from vllm_tiered_kv.connector.scheduler.account import Account
 from vllm_tiered_kv.connector.scheduler.partial_tail import Tail
 from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteAnswer, RemoteLookup
 from vllm_tiered_kv.connector.scheduler.request_control import NO_CONTROL, RequestControl
@@ -36,6 +37,7 @@ class Match:
     verified: int = 0  # loadable tokens that are computed instead, for verification
     on_gpu: int = 0  # tokens that the GPU has, if it has all full blocks; otherwise 0
     computed_again: int = 0  # tokens that are computed although the GPU has them
+    reachable: int = 0  # maximum end of a hit if the request limits nothing
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ class RequestState:
     remote: RemoteState = field(default_factory=RemoteState)
     store: StoreState = field(default_factory=StoreState)
     verification: VerificationState = field(default_factory=VerificationState)
+    account: Account | None = None  # once it was admitted
     lost_adapter: bool = False
     """vLLM has loaded another LoRA adapter in place of this request's. Blocks it computes from now
     on belong to neither adapter, even after a restart. The scheduler half alone writes it."""

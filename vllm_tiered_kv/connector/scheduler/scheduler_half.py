@@ -25,6 +25,7 @@ from vllm_tiered_kv.cache.planner import telling_group
 from vllm_tiered_kv.config import Mode, TieredKVConfig
 from vllm_tiered_kv.connector.identity.request_keys import KeyMaker
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
+from vllm_tiered_kv.connector.scheduler.account import Account
 from vllm_tiered_kv.connector.scheduler.compute_once import ComputeOnce, Verdict
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
 from vllm_tiered_kv.connector.scheduler.early_loads import EarlyLoads
@@ -33,7 +34,12 @@ from vllm_tiered_kv.connector.scheduler.invalid_load_recovery import InvalidLoad
 from vllm_tiered_kv.connector.scheduler.kv_events import TierEvents
 from vllm_tiered_kv.connector.scheduler.load_planner import LoadPlanner
 from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
-from vllm_tiered_kv.connector.scheduler.request_control import IGNORED, SECTION, ControlReader
+from vllm_tiered_kv.connector.scheduler.request_control import (
+    EXPLAIN,
+    IGNORED,
+    SECTION,
+    ControlReader,
+)
 from vllm_tiered_kv.connector.scheduler.request_state import RequestState
 from vllm_tiered_kv.connector.scheduler.retention import Retention
 from vllm_tiered_kv.connector.scheduler.stale_hash_guard import StaleHashGuard
@@ -83,7 +89,9 @@ class SchedulerHalf:
         once: ComputeOnce | None,
         retention: Retention,
         events: TierEvents | None = None,
+        trace: Callable[[Request, Account], None] | None = None,
     ) -> None:
+        """`trace` is called with the account of each finished request."""
         self._config = config
         self._engine = engine
         self._key_maker = key_maker
@@ -102,6 +110,7 @@ class SchedulerHalf:
         self.once = once
         self.retention = retention
         self._events = events
+        self._trace = trace
         self._controls = ControlReader(tier.recorder)
         self._store_on_finish = not engine.steps_zero_blocks
         self._requests: dict[str, RequestState] = {}
@@ -284,7 +293,8 @@ class SchedulerHalf:
             for job_id, ended in metadata.step_loads.items():
                 failed_request = self.ledger.report_step_load(job_id, ended)
                 if failed_request in self._requests:
-                    self.loads.load_failed(self._requests[failed_request], Tier.CPU)
+                    state = self._requests[failed_request]
+                    self.loads.load_failed(state, Tier.CPU, is_step_load=True)
             # A rank reports this when its own part ends; vLLM reports the load when all ranks end.
             self._remote_failures |= metadata.remote_failures
             self.retention.outputs_received()
@@ -361,10 +371,12 @@ class SchedulerHalf:
         if state is None:
             return None
         self._end_verification(state)
+        if self._trace is not None and state.account is not None:
+            self._trace(request, state.account)
         if self._config.mode is Mode.TIERED:
             self._store_finished(state, block_ids)
             self.retention.finished(state)
-        return {SECTION: {IGNORED: state.ignored_controls}} if state.ignored_controls else None
+        return _response(state)
 
     def _store_finished(self, state: RequestState, block_ids: tuple[list[int], ...]) -> None:
         request = state.request
@@ -605,6 +617,16 @@ class SchedulerHalf:
         recovery.undo(self._tier, self.loads, self.stores, self.verification)
         if self.once is not None:
             self.once.forget_leaders()
+
+
+def _response(state: RequestState) -> dict[str, Any] | None:
+    """What the response of a finished request says about the cache."""
+    said: dict[str, Any] = {}
+    if state.ignored_controls:
+        said[IGNORED] = state.ignored_controls
+    if state.control.explain and state.account is not None:
+        said[EXPLAIN] = state.account.as_json()
+    return {SECTION: said} if said else None
 
 
 def watch_new_blocks(pool: BlockPool, on_allocated: Callable[[list[int]], None]) -> None:

@@ -28,6 +28,7 @@ from functools import partial
 from itertools import chain, compress
 from typing import TYPE_CHECKING, TypeVar
 
+from vllm_tiered_kv.cache.index import Reservations
 from vllm_tiered_kv.cache.planner import Group, plan_store
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
 from vllm_tiered_kv.connector.scheduler.hashed_blocks import HashedRun, StoreBatch, ids_of
@@ -35,6 +36,7 @@ from vllm_tiered_kv.connector.scheduler.kv_events import TierEvents
 from vllm_tiered_kv.connector.scheduler.lazy_store import LazyStore
 from vllm_tiered_kv.connector.scheduler.partial_tail import Tail
 from vllm_tiered_kv.connector.scheduler.request_state import RequestState, StoreState
+from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import GroupTransfer, StoreJob, int64_array
 from vllm_tiered_kv.metrics.names import DropReason
@@ -121,10 +123,10 @@ class StorePlanner:
             self._reject_stale(state, [ids_of(table[: tail.position + 1])])
         state.store.has_tail = True
         if state.closed is not None:
-            self._ledger.drop(1, state.closed)
+            self._ledger.drop(1, state.closed, first=tail.key)
             return
         plan = plan_store(self._index, group, tail.keys, tail.position, len(tail.keys))
-        self._ledger.drop(plan.dropped, DropReason.TIER_FULL)
+        self._ledger.drop(plan.dropped, DropReason.TIER_FULL, first=tail.key)
         if not plan.slots:
             return
         anchors = anchors_of(tail.keys, plan.positions) if self._has_daemons else []
@@ -298,10 +300,13 @@ class StorePlanner:
         skip = state.remote.copies.get(group.group_id, range(0))
         for part in _without(skip, positions.start, positions.stop):
             there = run.still_hashed(self._block_pool, part)
-            self._ledger.drop(there.count(False), DropReason.REUSED)
+            lost = there.count(False)
+            first = run.keys[part.start + there.index(False)] if lost else None
+            self._ledger.drop(lost, DropReason.REUSED, first=first)
             for intact in _true_runs(there, part.start):
                 plan = plan_store(self._index, group, run.keys, intact.start, intact.stop)
-                self._ledger.drop(plan.dropped, DropReason.TIER_FULL)
+                first = self._first_dropped(plan, run.keys, intact)
+                self._ledger.drop(plan.dropped, DropReason.TIER_FULL, first=first)
                 batch.extend(run, plan.positions, plan.slots)
                 if self._events is not None:
                     self._events.planned(run.request, group, run.keys, plan.positions)
@@ -314,15 +319,17 @@ class StorePlanner:
         stop = start + len(ids)
         state.store.planned[group.group_id] = stop
         wanted = state.stop_storing_at(group, start, stop)
-        if state.closed is not None:
-            self._ledger.drop(wanted - start, state.closed)
-            return
         keys = state.keys.of_group[group.group_id]
+        if state.closed is not None:
+            first = keys[start] if wanted > start else None
+            self._ledger.drop(wanted - start, state.closed, first=first)
+            return
         skip = state.remote.copies.get(group.group_id, range(0))
         plan = plan_store(self._index, group, keys, start, wanted, skip)
         if plan.dropped:
             state.store.closed = DropReason.TIER_FULL
-            self._ledger.drop(plan.dropped, DropReason.TIER_FULL)
+            first = self._first_dropped(plan, keys, range(start, wanted), skip)
+            self._ledger.drop(plan.dropped, DropReason.TIER_FULL, first=first)
         if (not start or group.window is not None) and len(plan.slots) < len(ids):
             self._index.touch(keys[start:stop])  # GPU hits count as used in the tier too
         if not plan.slots:
@@ -338,6 +345,20 @@ class StorePlanner:
         self._planned.append(
             _Planned(batch, state, group.window is not None, is_sent=_sends(state))
         )
+
+    def _first_dropped(
+        self,
+        plan: Reservations,
+        keys: Sequence[BlockKey],
+        positions: range,
+        skip: range = range(0),
+    ) -> BlockKey | None:
+        """The key of the first block of these positions, except `skip`, that found no slot."""
+        for part in _without(skip, positions.start, positions.stop) if plan.dropped else ():
+            first = self._index.first_missing(keys, part.start, part.stop)
+            if first < part.stop:
+                return keys[first]
+        return None
 
     def _observe(
         self, lazy: LazyStore, state: RequestState, group: Group, block_ids: list[int]
