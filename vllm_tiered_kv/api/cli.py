@@ -27,8 +27,9 @@ from vllm_tiered_kv.api.model_shape import (
 from vllm_tiered_kv.api.openai_server import OpenAIServer
 from vllm_tiered_kv.api.prompt_file import read_prompts
 from vllm_tiered_kv.api.replay import Exit, Replay, ReplaySettings
+from vllm_tiered_kv.api.up_command import add_up
 from vllm_tiered_kv.api.warm import warm
-from vllm_tiered_kv.errors import ConfigError, ModelConfigError, ReplayError
+from vllm_tiered_kv.errors import ConfigError, DeploymentError, ModelConfigError, ReplayError
 from vllm_tiered_kv.remote.inquiry import NoAnswerError
 
 _DESCRIPTION = """\
@@ -41,6 +42,8 @@ examples:
   tiered-kv doctor --model ~/models/Qwen3-8B --memory 20GiB
       before the first start: is all there that an engine with this cache needs?
   tiered-kv model ~/models/Qwen3-8B
+  tiered-kv up deploy.yml
+      start a daemon and the servers that use it, from one file
   tiered-kv ls tcp://127.0.0.1:9527
   tiered-kv top tcp://127.0.0.1:9527
       what does a daemon hold, by model, and what is it doing?
@@ -144,6 +147,7 @@ def main(given_words: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_doctor(commands)
     _add_model(commands)
+    add_up(commands)
     add_daemon_commands(commands)
     _add_replay(commands)
     _add_warm(commands)
@@ -158,7 +162,7 @@ def main(given_words: Sequence[str] | None = None) -> int:
     except (ConfigError, ReplayError, ModelConfigError) as error:
         print(f"tiered-kv: {error}", file=sys.stderr)
         return Exit.FAILED
-    except NoAnswerError as error:
+    except (NoAnswerError, DeploymentError) as error:
         print(f"tiered-kv: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # of `| head`
