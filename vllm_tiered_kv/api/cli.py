@@ -14,6 +14,7 @@ from pathlib import Path
 from vllm_tiered_kv import __version__
 from vllm_tiered_kv.api import arguments
 from vllm_tiered_kv.api.arguments import HelpFormatter
+from vllm_tiered_kv.api.bench_command import add_bench
 from vllm_tiered_kv.api.daemon_commands import add_daemon_commands
 from vllm_tiered_kv.api.doctor_command import add_doctor
 from vllm_tiered_kv.api.model_check import ModelCheck
@@ -28,8 +29,16 @@ from vllm_tiered_kv.api.openai_server import OpenAIServer
 from vllm_tiered_kv.api.prompt_file import read_prompts
 from vllm_tiered_kv.api.replay import Exit, Replay, ReplaySettings
 from vllm_tiered_kv.api.up_command import add_up
+from vllm_tiered_kv.api.verify_command import add_verify
 from vllm_tiered_kv.api.warm import warm
-from vllm_tiered_kv.errors import ConfigError, DeploymentError, ModelConfigError, ReplayError
+from vllm_tiered_kv.errors import (
+    ConfigError,
+    DeploymentError,
+    ModelConfigError,
+    ReplayError,
+    StoreFormatError,
+    StoreLockedError,
+)
 from vllm_tiered_kv.remote.inquiry import NoAnswerError
 
 _DESCRIPTION = """\
@@ -149,8 +158,10 @@ def main(given_words: Sequence[str] | None = None) -> int:
     _add_model(commands)
     add_up(commands)
     add_daemon_commands(commands)
+    add_verify(commands)
     _add_replay(commands)
     _add_warm(commands)
+    add_bench(commands)
     words = sys.argv[1:] if given_words is None else list(given_words)
     if words and not words[0].startswith("-") and words[0] not in commands.choices:
         close = difflib.get_close_matches(words[0], commands.choices, n=1)
@@ -159,7 +170,10 @@ def main(given_words: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     try:
         return int(given.run(given))
-    except (ConfigError, ReplayError, ModelConfigError) as error:
+    except (
+        *(ConfigError, ReplayError, ModelConfigError),
+        *(StoreFormatError, StoreLockedError),
+    ) as error:
         print(f"tiered-kv: {error}", file=sys.stderr)
         return Exit.FAILED
     except (NoAnswerError, DeploymentError) as error:
@@ -297,7 +311,7 @@ def _replay(given: argparse.Namespace) -> int:
     prompts = read_prompts(given.prompts)
     if given.json is not None:  # fail now, not after hours of requests
         _require_writable(given.json)
-    key = _read_key(given.api_key_file)
+    key = arguments.read_key(given.api_key_file)
     settings = ReplaySettings(
         given.model,
         given.max_tokens,
@@ -359,7 +373,7 @@ def _add_warm(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _warm(given: argparse.Namespace) -> int:
     prompts = read_prompts(given.prompts)
-    server = OpenAIServer(given.url, given.timeout, _read_key(given.api_key_file))
+    server = OpenAIServer(given.url, given.timeout, arguments.read_key(given.api_key_file))
     report = warm(
         server,
         prompts,
@@ -375,19 +389,6 @@ def _warm(given: argparse.Namespace) -> int:
 
 def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _read_key(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        key = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error if isinstance(error, OSError) else f"{path} is not plain text"
-        raise ReplayError(f"the API key cannot be read: {why}") from None
-    if not key.isprintable() or not key:  # http.client would show the key in its error message
-        raise ReplayError(f"{path} must contain one line with an API key and nothing else")
-    return key
 
 
 def _require_writable(path: Path) -> None:

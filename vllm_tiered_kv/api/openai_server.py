@@ -10,6 +10,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_tiered_kv.api.answers import Answer, read_answer
@@ -19,6 +20,8 @@ from vllm_tiered_kv.metrics.names import Metric
 
 _ALTERNATIVES = 5  # number of likeliest tokens requested per position
 _CONTROL_TIMEOUT_S = 15.0
+_LABELLED = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ([-+.\w]+)", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})? (\S+)", re.MULTILINE)
 
 
@@ -92,6 +95,18 @@ class OpenAIServer:
         tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None
         return tokens if isinstance(tokens, int) else 0
 
+    def count_tokens(self, text: str, model: str) -> tuple[int, int]:
+        """How many tokens a text has as a prompt, and how many the model takes."""
+        reply = self._json("/tokenize", {"model": model, "prompt": text}, self._timeout_s)
+        facts = reply if isinstance(reply, dict) else {}
+        count, most = facts.get("count"), facts.get("max_model_len")
+        if not isinstance(count, int) or not isinstance(most, int):
+            raise ReplayError(f"{self.url}/tokenize does not count tokens; is it a vLLM server?")
+        return count, most
+
+    def is_healthy(self) -> bool:
+        return self._content("/health", None) is not None
+
     def forget_gpu_cache(self) -> bool:
         """Empties vLLM's GPU prefix cache; False if the server does not support it or does not
         answer, or if other requests keep using the cache."""
@@ -112,6 +127,11 @@ class OpenAIServer:
         if content is None:
             return None
         return sum_counters(content.decode(errors="replace"), metrics)
+
+    def samples(self) -> list[Sample] | None:
+        """All numbers on the page of metrics; None if there is no such page."""
+        content = self._content("/metrics", None)
+        return None if content is None else read_samples(content.decode(errors="replace"))
 
     def _content(self, path: str, body: Mapping[str, Any] | None) -> bytes | None:
         """Returns the content of a control request, None on failure.
@@ -150,6 +170,23 @@ class OpenAIServer:
             reason = getattr(error, "reason", None) or error
             line = " ".join(str(reason).split())
             raise ReplayError(f"{self.url} cannot be reached: {line}") from None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One number on a page of metrics."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+def read_samples(text: str) -> list[Sample]:
+    """The samples of a page in Prometheus text format."""
+    return [
+        Sample(name, dict(_LABEL.findall(labels)), float(value))
+        for name, labels, value in _LABELLED.findall(text)
+    ]
 
 
 def sum_counters(text: str, metrics: tuple[Metric, ...]) -> dict[str, float]:
