@@ -40,7 +40,7 @@ def test_up_serves_a_model_whose_prompts_come_from_each_tier(
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     monkeypatch.setenv("TIERED_KV_LOAD_POLICY", "always")
     port, daemon = free_port(), f"ipc://{folder}/kv.sock"
-    args = {"dtype": "float32", "max_model_len": 2048, "enforce_eager": True}
+    args = {"dtype": "float32", "max_model_len": 2048, "enforce_eager": True, "block_size": 32}
     content = {
         "daemon": {"memory": "256MiB", "listen": daemon, "http": f"127.0.0.1:{free_port()}"},
         "servers": [
