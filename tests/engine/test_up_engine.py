@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,3 +80,21 @@ def test_up_serves_a_model_whose_prompts_come_from_each_tier(
     assert status == 0
     assert run.wait_for("chat ended with status 0") < run.wait_for("stopping daemon")
     assert "everything is written" in run.text
+
+
+def test_chat_example_gets_its_second_answer_from_the_daemon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    done = subprocess.run(
+        [sys.executable, "examples/chat.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0
+    assert "After the restart the daemon served" in done.stdout

@@ -5,12 +5,13 @@ No image is built here, and no cluster runs them.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from typing import Any
 import pytest
 import yaml
 
+from vllm_tiered_kv.api import cli
 from vllm_tiered_kv.api.deployment import Deployment
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.options import parse_size, read_yaml
+from vllm_tiered_kv.server import cli as server_cli
 from vllm_tiered_kv.server.options import ServerOptions
 
 ROOT = Path(__file__).parents[2]
@@ -62,14 +65,10 @@ ENGINE_LINES = [(where, args) for where, image, args in command_lines() if image
 
 
 def checked(*arguments: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm_tiered_kv.server.cli", *arguments, "--check"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    options: dict[str, Any] = json.loads(done.stdout)
+    """All options of a daemon that is started with these."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert server_cli.main([*arguments, "--check"]) == 0
+    options: dict[str, Any] = json.loads(out.getvalue())
     return options
 
 
@@ -119,9 +118,7 @@ def test_units_start_commands_that_exist(unit: Path) -> None:
         if program.endswith("tiered-kv-server"):
             checked(*arguments)
         else:
-            module = "vllm_tiered_kv.api.cli"
-            command = [sys.executable, "-m", module, *arguments, "--check"]
-            subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+            assert cli.main([*arguments, "--check"]) == 0
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")

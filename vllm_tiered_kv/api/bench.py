@@ -113,7 +113,10 @@ class Asker:
             time.sleep(_POLL_S)
 
     def _samples(self) -> list[Sample]:
-        return self.server.samples() or []
+        samples = self.server.samples()
+        if samples is None:
+            raise ReplayError(f"{self.server.url} has no /metrics, which tell who served an answer")
+        return samples
 
     def _daemon_hits(self) -> dict[str, int]:
         hits: dict[str, int] = {}

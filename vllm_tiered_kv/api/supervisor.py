@@ -173,13 +173,13 @@ class Supervisor:
             running = Running(program, prefix, self._screen)
             self._running.append(running)
             self._wait_until_healthy(running)
-        self._screen.say("all is ready; Ctrl-C stops it")
         for program in programs:
             page = "/metrics" if program.is_daemon else "/v1"
             url = program.health_url.removesuffix(program.health_path) + page
             self._screen.say(f"  {program.name:{width}}  {url}")
         if self._deployment.daemon_address is not None:
             self._screen.say(f"  {'':{width}}  {self._deployment.daemon_address}")
+        self._screen.say("all is ready; Ctrl-C stops it")
 
     def _wait_until_healthy(self, running: Running) -> None:
         name, began = running.program.name, time.monotonic()
