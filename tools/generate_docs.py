@@ -62,7 +62,7 @@ def options_table(cls: type[Any], env_prefix: str | None = None) -> str:
 GENERATED: dict[str, Callable[[], str]] = {
     "configuration.md": partial(options_table, TieredKVConfig, ENV_PREFIX),
     "deploy.md": lambda: options_table(deployment.DeploymentOptions).replace("option", "key", 1),
-    "deploy.md#servers": lambda: options_table(deployment.ServerOptions).replace(
+    "deploy.md#servers": lambda: options_table(deployment.ModelServerOptions).replace(
         "option", "key", 1
     ),
     "metrics.md": lambda: metrics_table(names.ALL),

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from examples.smollm2 import ensure_model
-from tests.daemon.test_up import Up, free_port
+from tests.daemon.up_process import Up, free_port
 from tests.patience import eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -56,7 +56,7 @@ class DeploymentOptions:
 
 
 @dataclass(frozen=True)
-class ServerOptions:
+class ModelServerOptions:
     """The keys of an entry of `servers`."""
 
     model: str = text("", "The model: a name or a folder, as vLLM takes it. Required.")
@@ -129,7 +129,7 @@ class Deployment:
             programs.append(daemon.program)
         for place, one in enumerate(options.servers):
             source = f"servers[{place}]"
-            server = ServerOptions(**_parse(ServerOptions, one, f"{source}."))
+            server = ModelServerOptions(**_parse(ModelServerOptions, one, f"{source}."))
             programs.append(_server_program(server, source, address, needs_keys))
         _refuse_clashes(programs)
         return cls(tuple(programs), options.start_timeout, options.stop_timeout, address)
@@ -229,7 +229,7 @@ def _reachable(endpoint: str) -> ServerAddress:
 
 
 def _server_program(
-    server: ServerOptions, source: str, daemon: ServerAddress | None, needs_keys: bool
+    server: ModelServerOptions, source: str, daemon: ServerAddress | None, needs_keys: bool
 ) -> Program:
     if not server.model:
         raise ConfigError(f"{source}.model", "is required: a name or a folder, as vLLM takes it")
@@ -299,6 +299,6 @@ def _bracketed(host: str) -> str:
 
 def schema() -> Iterator[tuple[str, str, str]]:
     """(key, type, meaning) of everything that a file may contain, for `--help`."""
-    for prefix, cls in (("", DeploymentOptions), ("servers[].", ServerOptions)):
+    for prefix, cls in (("", DeploymentOptions), ("servers[].", ModelServerOptions)):
         for option in dataclasses.fields(cls):
             yield prefix + option.name, option.metadata["kind"].metavar, option.metadata["help"]
