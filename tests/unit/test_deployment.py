@@ -134,6 +134,7 @@ SERVER = {"model": "m"}
             "kv_transfer_config: is set by the key cache",
         ),
         ({"servers": [{**SERVER, "args": {"seed": None}}]}, "args.seed: has no value"),
+        ({"servers": [{**SERVER, "args": {"ssl_certfile": "x"}}]}, "a proxy with TLS in front"),
         ({"servers": [{**SERVER, "command": "vllm 'serve"}]}, r"command: No closing quotation"),
         ({"servers": [SERVER, {**SERVER, "port": 1}]}, "two processes are named 'm'"),
         ({"servers": [SERVER, {"model": "n"}]}, "m and n have the same port 8000"),

@@ -269,6 +269,11 @@ def _vllm_flags(args: Mapping[str, Any], source: str) -> Iterator[str]:
             raise ConfigError(
                 f"{source}.{name}", f"is set by the key {elsewhere[flag]} of the server"
             )
+        if flag == "ssl-certfile":
+            raise ConfigError(
+                f"{source}.{name}",
+                "`tiered-kv up` waits for /health over plain HTTP; use a proxy with TLS in front",
+            )
         if isinstance(value, bool):
             yield f"--{flag}" if value else f"--no-{flag}"
         elif isinstance(value, dict):
