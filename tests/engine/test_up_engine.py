@@ -64,7 +64,7 @@ def test_up_serves_a_model_whose_prompts_come_from_each_tier(
         bench("inputs", prompts, "--length", "600", "--count", "2", "--url", url)
         table = json.loads(bench("speed", prompts, "--url", url, "--daemon", daemon, "--json"))
         assert [(row["row"], row["served_by"]) for row in table["rows"]] == [
-            ("computed", "computed"),
+            ("first", "computed"),
             ("GPU", "gpu"),
             ("CPU tier", "cpu"),
             ("daemon", "remote(memory)"),

@@ -180,7 +180,7 @@ def speed(
         table.rows.append((name, asker.ask(prompt, tiers)))
         asker.wait_until_stored()
 
-    row("computed")
+    row("first")
     row("GPU")
     if asker.server.forget_gpu_cache():
         row("CPU tier", [_CPU])
