@@ -23,13 +23,17 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all unit daemon matrix soak lint check-native asan tsan coverage mutants \
+.PHONY: help demo chat test test-all unit daemon matrix soak lint check-native asan tsan coverage mutants \
   gpu-test gpu-sanitize docs docs-serve format wheel wheels clean distclean
 
 ##@ Try it
 demo: ## ask a small real model about a long text, cold and from the CPU tier
 	@$(SETUP) --env $(FULL) --profile full
 	@$(FULL)/bin/python examples/demo.py
+
+chat: ## serve it with a daemon, restart the server, and see the answer come from the daemon
+	@$(SETUP) --env $(FULL) --profile full
+	@$(FULL)/bin/python examples/chat.py
 
 ##@ Check it
 test: ## run the tests that every change has to pass: `unit`, `daemon`, then those with vLLM

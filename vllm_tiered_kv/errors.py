@@ -123,6 +123,10 @@ class ReplayError(TieredKVError, RuntimeError):
     """A replay of prompts cannot continue; the text says what to change."""
 
 
+class DeploymentError(TieredKVError, RuntimeError):
+    """A process of a deployment could not start or ended by itself; the text says which and how."""
+
+
 class ModelConfigError(TieredKVError, ValueError):
     """A model's config.json cannot be read, or lacks what `tiered-kv model` needs."""
 

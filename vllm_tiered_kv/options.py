@@ -12,8 +12,10 @@ import difflib
 import enum
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from vllm_tiered_kv.errors import ConfigError
@@ -230,6 +232,20 @@ def quotas(default: dict[str, int], help: str) -> Any:
     )
 
 
+def mapping(default: dict[str, Any] | None, help: str) -> Any:
+    """What belongs to somebody else, who checks it: names and values."""
+    return _option(default, Kind(_parse_mapping, lambda value: "", "MAP", "map"), help)
+
+
+def mappings(help: str) -> Any:
+    return _option([], Kind(_parse_mappings, lambda value: "", "LIST", "list of maps"), help)
+
+
+def words(default: list[str], help: str) -> Any:
+    """A command, as a list or as a shell would split it."""
+    return _option(default, Kind(_parse_words, shlex.join, "COMMAND", "words, or a list"), help)
+
+
 def parse_options(cls: type[Any], raw: Iterable[tuple[str, str, Any]]) -> dict[str, Any]:
     """Values of the fields of `cls` from (option, source, raw value); the last one wins."""
     options = {option.name: option for option in dataclasses.fields(cls)}
@@ -328,6 +344,31 @@ def _parse_texts(key: str, value: Any) -> list[str]:
     return [_parse_text(key, one) for one in values]
 
 
+def _parse_mapping(key: str, value: object) -> dict[str, Any]:
+    if value is None:  # YAML, where nothing follows the colon
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(key, f"expected a map of names to values, got {value!r}")
+    for name in value:
+        if not isinstance(name, str):  # YAML reads 012345 as 5349, and `on` as true
+            raise ConfigError(key, f"{name!r} is not a name to YAML; write it in quotes")
+    return dict(value)
+
+
+def _parse_mappings(key: str, value: object) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise ConfigError(key, f'expected a list, each entry after a "- ", got {value!r}')
+    return [_parse_mapping(f"{key}[{place}]", one) for place, one in enumerate(value)]
+
+
+def _parse_words(key: str, value: Any) -> list[str]:
+    try:
+        words = shlex.split(value) if isinstance(value, str) else _parse_texts(key, value)
+    except ValueError as error:  # a quote that is not closed
+        raise ConfigError(key, f"{error} in {value!r}") from None
+    return words
+
+
 def parse_duration(key: str, value: Any, low: int) -> int:
     """Seconds of 30, "30s", "12h" or "7d"."""
     match = re.fullmatch(r"\s*([0-9]{1,30})\s*([a-z]*)\s*", str(value))
@@ -360,3 +401,43 @@ def _parse_quotas(key: str, value: Any) -> dict[str, int]:
             raise ConfigError(key, f"{prefix!r} is not the start of a namespace in hex")
         quotas[prefix.lower()] = parse_size(key, size)
     return quotas
+
+
+def read_yaml(path: str | Path, source: str = "--config") -> Mapping[str, Any]:
+    """The content of a file that maps options to values; ConfigError for `source` otherwise."""
+    import yaml  # slow to import, and rarely needed
+
+    try:
+        text = Path(path).read_text()
+        content = yaml.safe_load(text)
+        tree = yaml.compose(text, yaml.SafeLoader)
+    except OSError as error:
+        raise ConfigError(source, f"{path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}," if mark else ""
+        what = getattr(error, "problem", None) or error
+        raise ConfigError(source, f"{path}{where} is not YAML: {what}") from error
+    for name in _repeated_keys(tree):  # YAML would silently use the last one
+        raise ConfigError(name, f"is given more than once in {path}")
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(source, f"{path} must map options to values")
+    return content
+
+
+def _repeated_keys(tree: Any) -> Iterator[str]:
+    """Keys given twice in one map, of a composed YAML document."""
+    waiting, seen = [tree], set()
+    while waiting:
+        node = waiting.pop()
+        content = getattr(node, "value", None)
+        if not isinstance(content, list) or id(node) in seen:  # an alias may lead back
+            continue
+        seen.add(id(node))
+        entries = [entry for entry in content if isinstance(entry, tuple)]
+        names = [key.value for key, _ in entries if isinstance(key.value, str)]
+        yield from (name for place, name in enumerate(names) if name in names[:place])
+        waiting += [value for _, value in entries]
+        waiting += [entry for entry in content if not isinstance(entry, tuple)]

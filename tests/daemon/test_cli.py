@@ -56,6 +56,19 @@ def test_options_flag_and_file_flag_wins() -> None:
     assert options.backing_ttl == 7 * 86400
 
 
+def test_check_prints_options_and_starts_nothing(folder: Path) -> None:
+    file = folder / "server.yaml"
+    file.write_text("eviction: s3fifo\nmemory_quota: {ab: 1MiB}\n")
+    done = run("--check", "--config", str(file), "--memory", "1GiB")
+    assert done.returncode == 0
+    options = json.loads(done.stdout)
+    assert (options["memory"], options["eviction"]) == (1 << 30, "s3fifo")
+    assert options["memory_quota"] == {"ab": 1 << 20}
+    assert options["listen"] == ServerOptions().listen
+    done = run("--check", "--ssd-space", "1GiB")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
 def test_options_quotas_are_parsed() -> None:
     listed = ServerOptions.load(None, {"memory_quota": ["4GiB", "ab12=1GiB"]}).memory_quota
     mapped = ServerOptions.load({"memory_quota": {"default": "4GiB", "ab12": "1GiB"}}).memory_quota

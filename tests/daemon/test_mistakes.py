@@ -14,7 +14,8 @@ from tests.daemon.conftest import StartDaemon
 from tests.patience import mostly_slow
 from vllm_tiered_kv.device.arena import memory_limit
 from vllm_tiered_kv.errors import ConfigError
-from vllm_tiered_kv.server.options import ServerOptions, read_yaml
+from vllm_tiered_kv.options import read_yaml
+from vllm_tiered_kv.server.options import ServerOptions
 
 ROOT = Path(__file__).parents[2]
 

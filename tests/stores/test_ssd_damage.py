@@ -15,9 +15,9 @@ import pytest
 
 from tests.patience import mostly_slow
 from tests.stores.ssd_blocks import SMALL, check, content, item, key, opened, present, put, read
+from vllm_tiered_kv.api.cli import main
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.errors import StoreFormatError, StoreLockedError
-from vllm_tiered_kv.server.verify_command import describe
 from vllm_tiered_kv.stores.ssd.disk import OsDisk
 from vllm_tiered_kv.stores.ssd.record_format import (
     FORMAT_VERSION,
@@ -26,7 +26,7 @@ from vllm_tiered_kv.stores.ssd.record_format import (
     Superblock,
 )
 from vllm_tiered_kv.stores.ssd.store import SsdStore
-from vllm_tiered_kv.stores.ssd.verify import verify
+from vllm_tiered_kv.stores.ssd.verify import describe, verify
 
 BLOCKS = range(30)
 
@@ -80,6 +80,23 @@ def test_flipped_bits_are_detected(folder: Path, seed: int) -> None:
         flip(path, rng.randrange(8 * path.stat().st_size))
     assert len(readable(folder)) >= len(BLOCKS) - flips
     assert readable(folder) == set(BLOCKS)
+
+
+def test_verify_command_tells_damage_by_its_status(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(folder)]) == 0
+    assert capsys.readouterr().out.startswith("30 blocks")
+    for bit in range(0, 8 * (folder / "data").stat().st_size, 4096 * 8):
+        flip(folder / "data", bit)
+    assert main(["verify", str(folder), "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["sound"], facts["good_blocks"]) == (False, 0)
+    assert "damaged: 30 blocks do not match their checksum:" in facts["report"]
+    with opened(folder, 400 << 10):
+        assert main(["verify", str(folder)]) == 2
+    assert "is in use by" in capsys.readouterr().err
+    assert main(["verify", str(folder / "none")]) == 2
 
 
 def test_get_of_block_with_flipped_bit_is_a_counted_miss(folder: Path) -> None:

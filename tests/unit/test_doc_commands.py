@@ -17,6 +17,7 @@ import json
 import re
 import shlex
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ import yaml
 from tests.unit.test_docs import wrong_commands
 from tools.model_table import NAMED
 from vllm_tiered_kv.api import cli as client
+from vllm_tiered_kv.api.deployment import Deployment
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector.scheduler.request_control import parse_control
 from vllm_tiered_kv.server import cli as server
@@ -55,7 +57,7 @@ _SERVED = "http://127.0.0.1:8000"  # by an engine
 
 # What is not ours, and only there to use what is.
 OTHERS = {"apt-get", "cd", "export", "git", "mooncake_client", "mooncake_master", "openssl", "sudo"}
-OTHERS |= {"grep", "tr"}
+OTHERS |= {"cp", "docker", "grep", "kubectl", "systemctl", "tr", "useradd"}
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ def parsed(run: Callable[[list[str]], int], words: list[str]) -> Any:
 
 def _client(words: list[str], needs_gpu: bool) -> None:
     parsed(client.main, words)
-    _require_mark(words[0] in ("replay", "warm"), needs_gpu)
+    _require_mark(words[0] in ("bench", "explain", "replay", "warm"), needs_gpu)
 
 
 def _server(words: list[str], needs_gpu: bool) -> None:
@@ -206,6 +208,8 @@ def _pip(words: list[str], needs_gpu: bool) -> None:
 
 
 def _python(words: list[str], needs_gpu: bool) -> None:
+    if words[:2] == ["-m", "vllm.entrypoints.openai.api_server"]:
+        return  # a test of `tiered-kv up` runs it
     module = ROOT.joinpath(*words[1].split("."))
     if words[0] != "-m" or not (module.with_suffix(".py").is_file() or module.is_dir()):
         raise WrongCommand(f"python {' '.join(words)}: no such module")
@@ -282,7 +286,12 @@ def _check_json(block: Block) -> None:
 
 def _check_yaml(block: Block) -> None:
     read = yaml.safe_load(block.text)
-    if "scrape_configs" not in read:  # Prometheus's
+    if "servers" in read:
+        with tempfile.NamedTemporaryFile("w", suffix=".yml") as file:
+            file.write(block.text)
+            file.flush()
+            Deployment.read(Path(file.name))
+    elif "scrape_configs" not in read:  # Prometheus's
         ServerOptions.load(read)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
 
-from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.errors import ConfigError, ReplayError
 from vllm_tiered_kv.options import parse_size
 from vllm_tiered_kv.remote.address import ServerAddress
 from vllm_tiered_kv.remote.curve import CurveKeys
@@ -68,3 +69,17 @@ def curve_keys(given: argparse.Namespace) -> CurveKeys | None:
     if not given.remote_key:
         return None
     return CurveKeys.load(given.remote_key, given.remote_server_key)
+
+
+def read_key(path: Path | None) -> str | None:
+    """The API key of a file, for a server that wants one."""
+    if path is None:
+        return None
+    try:
+        key = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error if isinstance(error, OSError) else f"{path} is not plain text"
+        raise ReplayError(f"the API key cannot be read: {why}") from None
+    if not key.isprintable() or not key:  # http.client would show the key in its error message
+        raise ReplayError(f"{path} must contain one line with an API key and nothing else")
+    return key

@@ -14,6 +14,7 @@ from pathlib import Path
 from vllm_tiered_kv import __version__
 from vllm_tiered_kv.api import arguments
 from vllm_tiered_kv.api.arguments import HelpFormatter
+from vllm_tiered_kv.api.bench_command import add_bench
 from vllm_tiered_kv.api.daemon_commands import add_daemon_commands
 from vllm_tiered_kv.api.doctor_command import add_doctor
 from vllm_tiered_kv.api.explain import explain
@@ -28,8 +29,17 @@ from vllm_tiered_kv.api.model_shape import (
 from vllm_tiered_kv.api.openai_server import OpenAIServer
 from vllm_tiered_kv.api.prompt_file import read_prompt, read_prompts
 from vllm_tiered_kv.api.replay import Exit, Replay, ReplaySettings
+from vllm_tiered_kv.api.up_command import add_up
+from vllm_tiered_kv.api.verify_command import add_verify
 from vllm_tiered_kv.api.warm import warm
-from vllm_tiered_kv.errors import ConfigError, ModelConfigError, ReplayError
+from vllm_tiered_kv.errors import (
+    ConfigError,
+    DeploymentError,
+    ModelConfigError,
+    ReplayError,
+    StoreFormatError,
+    StoreLockedError,
+)
 from vllm_tiered_kv.remote.inquiry import NoAnswerError
 
 _DESCRIPTION = """\
@@ -42,6 +52,8 @@ examples:
   tiered-kv doctor --model ~/models/Qwen3-8B --memory 20GiB
       before the first start: is all there that an engine with this cache needs?
   tiered-kv model ~/models/Qwen3-8B
+  tiered-kv up deploy.yml
+      start a daemon and the servers that use it, from one file
   tiered-kv ls tcp://127.0.0.1:9527
   tiered-kv top tcp://127.0.0.1:9527
       what does a daemon hold, by model, and what is it doing?
@@ -173,10 +185,13 @@ def main(given_words: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_doctor(commands)
     _add_model(commands)
+    add_up(commands)
     add_daemon_commands(commands)
+    add_verify(commands)
     _add_replay(commands)
     _add_warm(commands)
     _add_explain(commands)
+    add_bench(commands)
     words = sys.argv[1:] if given_words is None else list(given_words)
     if words and not words[0].startswith("-") and words[0] not in commands.choices:
         close = difflib.get_close_matches(words[0], commands.choices, n=1)
@@ -185,10 +200,13 @@ def main(given_words: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     try:
         return int(given.run(given))
-    except (ConfigError, ReplayError, ModelConfigError) as error:
+    except (
+        *(ConfigError, ReplayError, ModelConfigError),
+        *(StoreFormatError, StoreLockedError),
+    ) as error:
         print(f"tiered-kv: {error}", file=sys.stderr)
         return Exit.FAILED
-    except NoAnswerError as error:
+    except (NoAnswerError, DeploymentError) as error:
         print(f"tiered-kv: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # of `| head`
@@ -323,7 +341,7 @@ def _replay(given: argparse.Namespace) -> int:
     prompts = read_prompts(given.prompts)
     if given.json is not None:  # fail now, not after hours of requests
         _require_writable(given.json)
-    key = _read_key(given.api_key_file)
+    key = arguments.read_key(given.api_key_file)
     settings = ReplaySettings(
         given.model,
         given.max_tokens,
@@ -385,7 +403,7 @@ def _add_warm(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _warm(given: argparse.Namespace) -> int:
     prompts = read_prompts(given.prompts)
-    server = OpenAIServer(given.url, given.timeout, _read_key(given.api_key_file))
+    server = OpenAIServer(given.url, given.timeout, arguments.read_key(given.api_key_file))
     report = warm(
         server,
         prompts,
@@ -428,7 +446,7 @@ def _explain(given: argparse.Namespace) -> int:
     prompt = read_prompt(
         sys.stdin.read().removesuffix("\n") if given.prompt == "-" else given.prompt
     )
-    server = OpenAIServer(given.url, given.timeout, _read_key(given.api_key_file))
+    server = OpenAIServer(given.url, given.timeout, arguments.read_key(given.api_key_file))
     found = explain(server, prompt, given.model, given.salt)
     print(json.dumps(found.as_json(), indent=1) if given.json else "\n".join(found.lines()))
     return Exit.EQUAL
@@ -436,19 +454,6 @@ def _explain(given: argparse.Namespace) -> int:
 
 def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _read_key(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        key = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error if isinstance(error, OSError) else f"{path} is not plain text"
-        raise ReplayError(f"the API key cannot be read: {why}") from None
-    if not key.isprintable() or not key:  # http.client would show the key in its error message
-        raise ReplayError(f"{path} must contain one line with an API key and nothing else")
-    return key
 
 
 def _require_writable(path: Path) -> None:

@@ -10,6 +10,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_tiered_kv.api.answers import Answer, read_answer
@@ -19,9 +20,9 @@ from vllm_tiered_kv.metrics.names import Metric
 
 _ALTERNATIVES = 5  # number of likeliest tokens requested per position
 _CONTROL_TIMEOUT_S = 15.0
-_LABELLED = re.compile(r"^([a-zA-Z_:][\w:]*)\{(.*)\} (\S+)", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
-_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})? (\S+)", re.MULTILINE)
+_NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|Inf|NaN)"
+_SAMPLE = re.compile(rf"^([a-zA-Z_:][\w:]*)(?:\{{(.*)\}})? ({_NUMBER})(?:\s|$)", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class OpenAIServer:
@@ -100,6 +101,18 @@ class OpenAIServer:
         path = "/v1/chat/completions" if prompt.is_chat else "/v1/completions"
         return self._json(path, body, self._timeout_s)
 
+    def count_tokens(self, text: str, model: str) -> tuple[int, int]:
+        """How many tokens a text has as a prompt, and how many the model takes."""
+        reply = self._json("/tokenize", {"model": model, "prompt": text}, self._timeout_s)
+        facts = reply if isinstance(reply, dict) else {}
+        count, most = facts.get("count"), facts.get("max_model_len")
+        if not isinstance(count, int) or not isinstance(most, int):
+            raise ReplayError(f"{self.url}/tokenize does not count tokens; is it a vLLM server?")
+        return count, most
+
+    def is_healthy(self) -> bool:
+        return self._content("/health", None) is not None
+
     def forget_gpu_cache(self) -> bool:
         """Empties vLLM's GPU prefix cache; False if the server does not support it or does not
         answer, or if other requests keep using the cache."""
@@ -124,13 +137,17 @@ class OpenAIServer:
     def counter_by(self, metric: Metric, label: str) -> dict[str, float]:
         """Returns a counter by the values of one label, summed over the others; empty if the server
         has no metrics."""
-        content = self._content("/metrics", None) or b""
         sums: dict[str, float] = {}
-        for name, labels, value in _LABELLED.findall(content.decode(errors="replace")):
-            if name == metric.exposed_name + "_total":
-                found = dict(_LABEL.findall(labels)).get(label, "")
-                sums[found] = sums.get(found, 0.0) + float(value)
+        for sample in self.samples() or ():
+            if sample.name == metric.exposed_name + "_total":
+                found = sample.labels.get(label, "")
+                sums[found] = sums.get(found, 0.0) + sample.value
         return sums
+
+    def samples(self) -> list[Sample] | None:
+        """All numbers on the page of metrics; None if there is no such page."""
+        content = self._content("/metrics", None)
+        return None if content is None else read_samples(content.decode(errors="replace"))
 
     def _content(self, path: str, body: Mapping[str, Any] | None) -> bytes | None:
         """Returns the content of a control request, None on failure.
@@ -171,12 +188,29 @@ class OpenAIServer:
             raise ReplayError(f"{self.url} cannot be reached: {line}") from None
 
 
+@dataclass(frozen=True)
+class Sample:
+    """One number on a page of metrics."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+def read_samples(text: str) -> list[Sample]:
+    """The samples of a page in Prometheus text format."""
+    return [
+        Sample(name, dict(_LABEL.findall(labels)), float(value))
+        for name, labels, value in _SAMPLE.findall(text)
+    ]
+
+
 def sum_counters(text: str, metrics: tuple[Metric, ...]) -> dict[str, float]:
     """Sums the samples of counters in Prometheus text format; a missing counter is 0."""
     sums = {metric.exposed_name + "_total": 0.0 for metric in metrics}
-    for name, value in _SAMPLE.findall(text):
-        if name in sums:
-            sums[name] += float(value)
+    for sample in read_samples(text):
+        if sample.name in sums:
+            sums[sample.name] += sample.value
     return {metric.name: sums[metric.exposed_name + "_total"] for metric in metrics}
 
 

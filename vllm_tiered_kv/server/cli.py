@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import difflib
 import gc
+import json
 import logging
 import os
 import signal
@@ -22,9 +24,9 @@ from vllm_tiered_kv.errors import (
     StoreLockedError,
     TieredKVError,
 )
-from vllm_tiered_kv.options import parse_number
+from vllm_tiered_kv.options import parse_number, read_yaml
 from vllm_tiered_kv.server.net.descriptors import raise_limit
-from vllm_tiered_kv.server.options import ServerOptions, add_flags, read_yaml
+from vllm_tiered_kv.server.options import ServerOptions, add_flags
 
 logger = logging.getLogger("tiered-kv-server")
 
@@ -89,6 +91,9 @@ def _run(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"tiered-kv-server {__version__}")
     parser.add_argument("--config", metavar="FILE", help="YAML file with options; flags win")
+    parser.add_argument(
+        "--check", action="store_true", help="print all options as JSON if they are valid, and end"
+    )
     add_flags(parser)
     given, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -99,7 +104,11 @@ def _run(arguments: Sequence[str]) -> int:
         raise ConfigError(unknown[0], f"unknown argument; {hint}")
     flags = vars(given)
     file = flags.pop("config")
+    only_check = flags.pop("check")
     options = ServerOptions.load(read_yaml(file) if file else None, flags)
+    if only_check:
+        print(json.dumps(dataclasses.asdict(options), indent=1))
+        return 0
     logging.basicConfig(
         level=options.log_level.value.upper(),
         format="%(asctime)s %(levelname).1s %(message)s",

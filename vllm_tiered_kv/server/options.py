@@ -11,7 +11,6 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from vllm_tiered_kv.config import Eviction
@@ -239,31 +238,6 @@ def quota_of(quotas: Quotas, namespace: bytes) -> int | None:
     name = namespace.hex()
     fitting = [prefix for prefix in quotas if name.startswith(prefix[: len(name)])]
     return quotas[max(fitting, key=len)] if fitting else None
-
-
-def read_yaml(path: str) -> Mapping[str, Any]:
-    import yaml  # slow to import, and only needed with --config
-
-    try:
-        text = Path(path).read_text()
-        content = yaml.safe_load(text)
-        tree = yaml.compose(text, yaml.SafeLoader)
-    except OSError as error:
-        raise ConfigError("--config", f"{path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}," if mark else ""
-        what = getattr(error, "problem", None) or error
-        raise ConfigError("--config", f"{path}{where} is not YAML: {what}") from error
-    names = [key.value for key, _ in tree.value] if isinstance(tree, yaml.MappingNode) else []
-    for name in names:
-        if names.count(name) > 1:  # YAML would silently use the last one
-            raise ConfigError(str(name), f"is given more than once in {path}")
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError("--config", f"{path} must map options to values")
-    return content
 
 
 def flag_of(name: str) -> str:

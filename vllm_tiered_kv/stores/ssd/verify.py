@@ -10,6 +10,7 @@ from pathlib import Path
 from vllm_tiered_kv.core.arena_geometry import aligned
 from vllm_tiered_kv.errors import StoreFormatError
 from vllm_tiered_kv.native import cpu
+from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.stores.namespaces import no_quota
 from vllm_tiered_kv.stores.ssd.disk import Disk, OsDisk, read_all
 from vllm_tiered_kv.stores.ssd.folder import DATA, FORMAT, LOCK, FolderLock, read_superblock
@@ -18,6 +19,7 @@ from vllm_tiered_kv.stores.ssd.record_format import ALIGNMENT, decode
 from vllm_tiered_kv.stores.ssd.recovery import RecoveryReport, live_blocks
 
 _PROGRESS_BLOCKS = 1000
+_SHOWN_KEYS = 10
 
 
 @dataclass
@@ -109,3 +111,37 @@ def _note_if_unused(report: VerifyReport, contents: JournalContents, data_bytes:
     journal exists."""
     if not contents.exists and not data_bytes:
         report.journal_missing, report.is_unused = False, True
+
+
+def describe(report: VerifyReport) -> list[str]:
+    """The report in lines for people."""
+    lines = [
+        f"{report.good_blocks} blocks ({format_size(report.good_bytes)}) are sound, "
+        f"checked in {report.seconds:.1f} s"
+    ]
+    if report.journal.torn_bytes:
+        lines.append(
+            f"the journal ends in {report.journal.torn_bytes} bytes of an unfinished record, as "
+            "after a crash; the daemon truncates them"
+        )
+    if report.is_unused:
+        lines.append(
+            "there is neither a journal nor data: the first start of the daemon was cut off before "
+            "it had made them, or both files were deleted"
+        )
+    if report.journal_missing:
+        lines.append("damaged: the journal is missing or cannot be read")
+    if report.journal.damaged_records:
+        lines.append(f"damaged: {report.journal.damaged_records} records of the journal")
+    for reason, count in report.journal.dropped.items():
+        lines.append(f"damaged: {count} blocks: {reason}")
+    for what, keys in (
+        ("do not match their checksum", report.bad_keys),
+        ("cannot be read", report.unreadable_keys),
+    ):
+        if keys:
+            lines.append(f"damaged: {len(keys)} blocks {what}:")
+            lines += [f"  {key.hex()}" for key in keys[:_SHOWN_KEYS]]
+            if len(keys) > _SHOWN_KEYS:
+                lines.append(f"  and {len(keys) - _SHOWN_KEYS} more")
+    return lines
