@@ -236,8 +236,9 @@ class DirectStore:
                 ended.set_exception(error)
 
         try:
-            # No daemon thread: if the process ended before it, the client library would crash.
-            threading.Thread(target=run, name="tiered-kv-transfer").start()
+            # No daemon thread, though its caller mostly is one: if the process ended before it, the
+            # client library would crash.
+            threading.Thread(target=run, name="tiered-kv-transfer", daemon=False).start()
         except RuntimeError:  # the system has no thread left
             return None
         if not wait([ended], end - time.monotonic()).not_done:
