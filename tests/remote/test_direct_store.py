@@ -119,6 +119,7 @@ def test_daemon_with_the_same_store_behind_it_shares_the_blocks(url: str) -> Non
     [
         (["mooncake://a", "tcp://b:1"], "remote: a store such as mooncake:// or redis:// is the"),
         ("mooncake://a/?replicas=99", "remote: replicas=99 is not a number from 1 to 16"),
+        ("mooncake://a/?segment=20GiB", "remote: segment would lend its memory to the store once"),
         ("redis://a/?prefix={x}", "remote: prefix may have no spaces"),
         ("file:///mnt/kv", "remote: 'file:///mnt/kv' is not an address"),
     ],
