@@ -324,7 +324,7 @@ def _parse_addresses(key: str, value: object) -> tuple[str, ...]:
     parts = re.split(r",(?=\s*(?:[a-z]+://|$))", value) if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple)) or not all(isinstance(p, str) for p in parts):
         raise ConfigError(key, f'expected an address such as "tcp://host:9527", got {value!r}')
-    return tuple(part.strip() for part in parts if part.strip())
+    return tuple(stripped for part in parts if (stripped := part.strip(", \t\n")))
 
 
 def redacted(url: str) -> str:

@@ -6,10 +6,11 @@ import contextlib
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -39,6 +40,7 @@ from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.native import cpu as native
 from vllm_tiered_kv.remote.placement import Cluster
 from vllm_tiered_kv.remote.store import RemoteMatch
+from vllm_tiered_kv.stores.redis.store import RedisStore
 
 RANKS = [RankTag(tp=0), RankTag(tp=1)]
 
@@ -117,6 +119,7 @@ def test_daemon_with_the_same_store_behind_it_shares_the_blocks(url: str) -> Non
     [
         (["mooncake://a", "tcp://b:1"], "remote: a store such as mooncake:// or redis:// is the"),
         ("mooncake://a/?replicas=99", "remote: replicas=99 is not a number from 1 to 16"),
+        ("mooncake://a/?segment=20GiB", "remote: segment would lend its memory to the store once"),
         ("redis://a/?prefix={x}", "remote: prefix may have no spaces"),
         ("file:///mnt/kv", "remote: 'file:///mnt/kv' is not an address"),
     ],
@@ -289,8 +292,23 @@ def test_store_of_whose_transfers_none_ends_counts_as_down(
         eventually(lambda: _reads(store, wanted))
 
 
+def test_transfer_of_a_daemon_thread_outlives_the_main_thread() -> None:
+    """The threads of the loader and of the put worker are daemon threads, and new threads inherit
+    that; a process that ends during a transfer would crash."""
+    with redis_server() as server, direct(server.url) as store:
+        found: list[Any] = []
+
+        def load() -> None:
+            found.extend(store._transfer(lambda _: [threading.current_thread().daemon], None) or ())
+
+        thread = threading.Thread(target=load, daemon=True)
+        thread.start()
+        thread.join()
+        assert found == [False]
+
+
 _STOPS = """
-import sys, time
+import sys, threading, time
 from tests.remote.engine import IDENTITY, NBYTES, block_keys, buffers, items, within
 from vllm_tiered_kv.connector.direct_store import DirectStore
 from vllm_tiered_kv.core.key import RankTag
@@ -302,10 +320,16 @@ keys = [store_key(IDENTITY.namespace, key, RankTag()) for key in block_keys("sto
 store.put(items(keys))
 print("stored", flush=True)
 sys.stdin.readline()
-try:
-    store.get(keys, buffers(8), within(0.2))
-except TransferPending:
-    print("pending", flush=True)
+
+def load():
+    try:
+        store.get(keys, buffers(8), within(0.2))
+    except TransferPending:
+        print("pending", flush=True)
+
+thread = threading.Thread(target=load, daemon=True)  # like those of the loader
+thread.start()
+thread.join()
 store.close()
 """
 
@@ -332,6 +356,19 @@ def test_process_whose_transfer_hangs_ends(tmp_path: Path) -> None:
         finally:
             process.kill()
             process.wait()
+
+
+class _Unwalked(list[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("a walk over all slots of Redis takes a millisecond")
+
+
+def test_step_of_vllm_may_ask_whether_redis_is_up() -> None:
+    with redis_server() as server, direct(server.url) as store:
+        nodes = cast(RedisStore, store._store).nodes
+        nodes._owners = _Unwalked(nodes._owners or [])
+        assert store.is_up
+        assert len(nodes.masters()) == 1
 
 
 def test_refused_password_is_told_once_and_never_shown(

@@ -154,6 +154,8 @@ def test_addresses_may_be_one_a_list_or_separated_by_commas() -> None:
     assert TieredKVConfig.load({"remote": "tcp://a:1"}, {}).remote == both[:1]
     assert TieredKVConfig.load({"remote": list(both)}, {}).remote == both
     assert TieredKVConfig.load({}, {"TIERED_KV_REMOTE": "tcp://a:1, ipc:///run/kv"}).remote == both
+    for sloppy in ("tcp://a:1,,ipc:///run/kv,", ",tcp://a:1, , ipc:///run/kv"):
+        assert TieredKVConfig.load({"remote": sloppy}, {}).remote == both
     assert TieredKVConfig.load({"remote": ""}, {}).remote == ()
     for wrong in (7, [7], {"host": 1}, None):
         with pytest.raises(ConfigError, match="remote"):

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
+from urllib.parse import parse_qs, urlsplit
 
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.core.key import BlockKey, RankTag
@@ -55,6 +56,12 @@ def open_direct(config: TieredKVConfig, identity: EngineIdentity) -> ServerGroup
         )
     (url,) = config.remote
     store = DirectStore(url, identity, config.remote_load_timeout)
+    if "segment" in parse_qs(urlsplit(url).query):
+        raise ConfigError(
+            "remote",
+            "segment would lend its memory to the store once for the scheduler and once for each "
+            "worker; run mooncake_client --global_segment_size on this machine instead",
+        )
     return ServerGroup(identity, {store.address: store}, lambda anchor: (store.address,))
 
 
@@ -236,8 +243,9 @@ class DirectStore:
                 ended.set_exception(error)
 
         try:
-            # No daemon thread: if the process ended before it, the client library would crash.
-            threading.Thread(target=run, name="tiered-kv-transfer").start()
+            # No daemon thread, though its caller mostly is one: if the process ended before it, the
+            # client library would crash.
+            threading.Thread(target=run, name="tiered-kv-transfer", daemon=False).start()
         except RuntimeError:  # the system has no thread left
             return None
         if not wait([ended], end - time.monotonic()).not_done:

@@ -244,6 +244,7 @@ class Nodes:
         self._seeds = list(settings.addresses)
         self._nodes: dict[Address, Node] = {}
         self._owners: list[Node | None] | None = None  # by slot; None: nothing is known yet
+        self._masters: list[Node] = []  # a walk over all slots takes too long for a step of vLLM
         self.is_cluster = False
         self._is_closed = False
 
@@ -266,7 +267,7 @@ class Nodes:
         return refusals[0] if refusals else ""
 
     def masters(self) -> list[Node]:
-        return list(dict.fromkeys(node for node in self._owners or [] if node is not None))
+        return list(self._masters)
 
     def close(self) -> None:
         with self._lock:
@@ -364,7 +365,7 @@ class Nodes:
                 node.refusal = reply
                 return False
             if not self.is_cluster:  # not a cluster, or this user may not ask
-                self._owners = [node] * SLOTS
+                self._set_owners([node] * SLOTS)
             return not self.is_cluster
         owners: list[Node | None] = [None] * SLOTS
         members: set[Address] = set()
@@ -382,7 +383,8 @@ class Nodes:
             return False
         if not members:
             return False  # a cluster without slots: this server does not belong to it yet
-        self.is_cluster, self._owners = True, owners
+        self.is_cluster = True
+        self._set_owners(owners)
         keep = members.union(self._seeds)
         with self._lock:
             gone = [self._nodes.pop(a) for a in list(self._nodes) if a not in keep]
@@ -390,12 +392,18 @@ class Nodes:
             one.close()
         return True
 
+    def _set_owners(self, owners: list[Node | None]) -> None:
+        self._masters = list(dict.fromkeys(node for node in owners if node is not None))
+        self._owners = owners
+
     def _follow(self, request: Request) -> None:
         """Takes the new owner of a slot from "MOVED slot host:port"."""
         words = (request.error or "").split()
         host, _, port = words[-1].rpartition(":") if words else ("", "", "")
         if len(words) == 3 and words[0] == "MOVED" and host and port.isdigit() and self._owners:
-            self._owners[request.slot] = self._node(Address(host, int(port)))
+            node = self._owners[request.slot] = self._node(Address(host, int(port)))
+            if node not in self._masters:
+                self._masters = [*self._masters, node]
 
 
 def _take_window(left: deque[Request]) -> list[Request]:
