@@ -180,7 +180,8 @@ def probed(loads: Loads) -> Fetched:
     return ended[name]
 
 
-def test_a_probe_fetches_and_writes_nowhere(loads: Loads) -> None:
+def test_a_probe_fetches_and_writes_nowhere(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_tiered_kv.connector.worker.remote_loader._PROBE_S", 60.0)
     loads.loader.probe(ProbeJob("probe", 0, loads.address, tuple(KEYS)))
     fetched = probed(loads)
     assert fetched.nbytes == len(KEYS) * NBYTES
