@@ -33,6 +33,8 @@ from tests.models import has_bfloat16
 _COUNTERS = ("tiered_kv_", "prefix_cache_", "external_prefix_cache_", "num_preemptions")
 _QUIET_TIMEOUT_S = 60.0
 _WARM_UP_TOKENS = 8_192
+PLAY = b"p"
+"""The parent sends it when the workload is to begin."""
 _SHORT_PROMPT = 4
 """Tokens of a prompt that fills no block."""
 
@@ -226,12 +228,19 @@ def _less(counters: Counters, before: Counters) -> Counters:
     return found
 
 
-async def run(job: Job) -> dict[str, Any]:
+def ready_path(result: Path) -> Path:
+    """Exists once the engine has started."""
+    return result.with_suffix(".ready")
+
+
+async def run(job: Job, ready: Path, may_play: threading.Event) -> dict[str, Any]:
     workload = Workload(**job.workload)
     longest = job.spec["options"]["max_model_len"]
     chats = plan(workload, job.seed, Path(job.trace) if job.trace else None, longest)
     engine = Engine(job.spec)
     facts = engine.facts()
+    ready.touch()
+    await asyncio.to_thread(may_play.wait)
     await asyncio.sleep(job.settle_s)
     await warm_up(engine, workload, job)
     await engine.quiet()
@@ -270,24 +279,26 @@ async def warm_up(engine: Engine, workload: Workload, job: Job) -> None:
     await asyncio.gather(*(engine.ask(prompt, 8) for prompt in prompts))
 
 
-def _leave_with_parent() -> None:
+def _heed_parent(may_play: threading.Event) -> None:
     """Not through `sys.stdin`, whose lock a forked engine core would inherit."""
-    while os.read(0, 1):
-        pass
+    while os.read(0, 1) == PLAY:
+        may_play.set()
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def main() -> None:
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    may_play = threading.Event()
+    threading.Thread(target=_heed_parent, args=(may_play,), daemon=True).start()
+    result_file = Path(sys.argv[2])
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     # As `vllm serve` does; where it is not installed, the loop is Python's own.
     uvloop = importlib.util.find_spec("uvloop") and importlib.import_module("uvloop")
     try:
-        result = (uvloop or asyncio).run(run(job))
+        result = (uvloop or asyncio).run(run(job, ready_path(result_file), may_play))
     except Exception as error:
         traceback.print_exc()
         result = {"error": f"{type(error).__name__}: {error}"}
-    Path(sys.argv[2]).write_text(json.dumps(result))
+    result_file.write_text(json.dumps(result))
     sys.stdout.flush()
     os._exit(0)  # nothing is left to give back, and taking torch apart takes seconds
 

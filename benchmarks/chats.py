@@ -13,8 +13,9 @@ same host), `offloading` and `offloading_blhnc` (vLLM's OffloadingConnector as i
 outermost), `simple` (vLLM's SimpleCPUOffloadConnector), `vllm` (alone), `limit` (alone, with a GPU
 cache that holds everything) and `limit_seqs` (like `limit`, with as many requests at once as fit
 into the GPU cache of the others). Each mode on each workload is a fresh engine in processes of its
-own, one after the other; all get the same arrival plan. Progress goes to the standard error, the
-tables to the standard output.
+own; one plays after the other, and all get the same arrival plan. `--together N` starts N engines
+at once, which saves time, but then nothing is said of the memory of each. Progress goes to the
+standard error, the tables to the standard output.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -35,7 +37,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import engine_configs
 from benchmarks.chat_client import COLUMNS
-from benchmarks.chat_engine import Job
+from benchmarks.chat_engine import PLAY, Job, ready_path
 from benchmarks.chat_summary import derive, without_turns
 from benchmarks.chat_workloads import PRESETS, TINY, Workload, distinct_tokens, plan
 from benchmarks.engine_configs import CHAT_MODES
@@ -200,35 +202,28 @@ class CutOff(Exception):
 
 
 class Runner:
-    """Runs one case after the other, each in a child process."""
+    """Starts engines, each in a child process, and lets them play one after the other."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self._args = args
         self._folder = folder
         self._idle_mib = _device_used_mib()
 
-    def run(self, case: Case, workload: Workload, left_s: float) -> dict[str, Any]:
-        name = "-".join(map(str, case))
-        folder = self._folder / name
+    @contextlib.contextmanager
+    def start(self, case: Case, workload: Workload) -> Iterator[Child]:
+        """The engine of a case, and its daemon; both end with the context."""
+        folder = self._folder / "-".join(map(str, case))
         folder.mkdir()
-        self._wait_for_device()
         with contextlib.ExitStack() as stack:
-            memory = stack.enter_context(MemoryWatch())
             daemon = None
             if case.mode == "tiered_daemon":
                 arguments = engine_configs.daemon_arguments(self._args.tiny, self._args.cpu_gib)
                 daemon = stack.enter_context(DaemonProcess(folder, *arguments))
             spec = self._spec(case.mode, workload, daemon)
-            found = self._in_child(spec, workload, daemon, folder, left_s)
-            return {
-                "engine": found.pop("engine"),
-                "gpu_mib": memory.gpu_mib,
-                "host_growth_mib": memory.host_growth_mib,
-                **found,
-            }
+            yield stack.enter_context(Child(self._job(spec, workload, daemon), folder))
 
-    def _wait_for_device(self) -> None:
-        """Memory of the last engine may outlive it for a while; the next one needs all of it."""
+    def wait_for_device(self) -> None:
+        """Memory of the last engines may outlive them for a while; the next need all of it."""
         deadline = time.monotonic() + _RELEASE_TIMEOUT_S
         while _device_used_mib() > self._idle_mib + 1024 and time.monotonic() < deadline:
             time.sleep(0.5)
@@ -241,22 +236,20 @@ class Runner:
             played = plan(workload, args.seed, args.trace, longest).sessions
             # Blocks that are not full take a little more than their tokens.
             tokens = distinct_tokens(played) * 11 // 10 + 4 * longest
-        ipc = daemon.ipc if daemon else None
-        at_once = workload.requests_that_fit if mode == "limit_seqs" else None
         return engine_configs.chat_spec(
-            mode, tokens, args.tiny, args.cpu_gib, args.daemon_cpu_gib, ipc, at_once
+            mode,
+            tokens,
+            args.tiny,
+            args.cpu_gib,
+            args.daemon_cpu_gib,
+            daemon.ipc if daemon else None,
+            workload.requests_that_fit if mode == "limit_seqs" else None,
+            shares_device=args.together > 1,
         )
 
-    def _in_child(
-        self,
-        spec: EngineSpec,
-        workload: Workload,
-        daemon: DaemonProcess | None,
-        folder: Path,
-        left_s: float,
-    ) -> dict[str, Any]:
+    def _job(self, spec: EngineSpec, workload: Workload, daemon: DaemonProcess | None) -> Job:
         args = self._args
-        job = Job(
+        return Job(
             spec=dataclasses.asdict(spec),
             workload=dataclasses.asdict(workload),
             trace=str(args.trace) if workload.kind == "trace" else None,
@@ -265,35 +258,61 @@ class Runner:
             settle_s=args.settle,
             memory_of=[daemon.pid] if daemon else [],
         )
-        given, made, log = (folder / name for name in ("job.json", "result.json", "engine.log"))
+
+
+class Child:
+    """A process with one engine, which plays the workload when it is told to. Context manager."""
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        self._job = job
+        given, self._made = folder / "job.json", folder / "result.json"
+        self._log = folder / "engine.log"
         given.write_text(json.dumps(dataclasses.asdict(job)))
-        with log.open("wb") as printed:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.chat_engine", str(given), str(made)],
+        with self._log.open("wb") as printed:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.chat_engine", str(given), str(self._made)],
                 stdin=subprocess.PIPE,  # its end is that of the child
                 stdout=printed,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env={**os.environ, "VLLM_NO_USAGE_STATS": "1", **spec.environment},
+                env={**os.environ, "VLLM_NO_USAGE_STATS": "1", **job.spec["environment"]},
                 start_new_session=True,
             )
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def wait_until_started(self, end: float) -> None:
+        """Also returns if the engine has failed: `play` says so."""
+        while self._process.poll() is None and not ready_path(self._made).exists():
+            if time.monotonic() > end:
+                raise CutOff
+            time.sleep(0.2)
+
+    def play(self, end: float) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the engine has failed
+            self._process.stdin.write(PLAY)
+            self._process.stdin.flush()
         try:
-            code = child.wait(left_s)
+            code = self._process.wait(max(0.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             raise CutOff from None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
         found: dict[str, Any] = {"error": f"exit code {code}"}
-        if made.exists():
-            found = json.loads(made.read_text())
+        if self._made.exists():
+            found = json.loads(self._made.read_text())
         if "error" in found:
-            lines = log.read_text(errors="replace").splitlines()
+            lines = self._log.read_text(errors="replace").splitlines()
             errors = [line for line in lines if "ERROR" in line or "Error:" in line]
             shown = [*errors[:_LOG_LINES], "…", *lines[-_LOG_LINES:]]
             raise CaseFailed(found["error"], "\n".join(shown))
-        return {"transfer": spec.transfer, "environment": spec.environment, **found}
+        spec = self._job.spec
+        return {"transfer": spec["transfer"], "environment": spec["environment"], **found}
 
 
 def _device_used_mib() -> int:
@@ -313,34 +332,69 @@ def run(args: argparse.Namespace, folder: Path) -> Report:
     workloads = workloads_of(args)
     report = Report.open(args, workloads)
     runner = Runner(args, folder)
-    longest: dict[str, float] = {}
+    todo: list[Case] = []
     for case in cases_of(list(workloads), modes, args.rounds):
-        workload = workloads[case.workload]
-        why = engine_configs.why_not(case.mode, workload, gpu)
+        why = engine_configs.why_not(case.mode, workloads[case.workload], gpu)
         if why:
             report.content["not_run"][f"{case.mode} on {case.workload}"] = why
-        if why or report.has(case):
-            continue
+        elif not report.has(case):
+            todo.append(case)
+    longest: dict[str, float] = {}
+    for cases in groups_of(todo, args.together):
+        workload = workloads[cases[0].workload]
         started = time.monotonic()
         left = args.budget - (started - begin)
-        if left < max(_MIN_S, longest.get(case.workload, 0.0)):
-            say(f"{started - begin:.0f} s: no time left for {case.mode} on {case.workload}")
+        if left < max(_MIN_S, longest.get(workload.name, 0.0)):
+            say(f"{started - begin:.0f} s: no time left for {cases[0].mode} on {workload.name}")
             break
-        say(f"{started - begin:.0f} s: round {case.round}, {case.workload}, {case.mode}")
         try:
-            report.add(case, runner.run(case, workload, left))
-        except CaseFailed as error:
-            say(f"{case.mode} on {case.workload} failed: {error}; its log ends with:\n{error.log}")
-            report.add(case, {"failed": str(error)[:300]})
+            _run_group(runner, report, cases, workload, begin, begin + args.budget)
         except CutOff:
-            say(f"the budget ended during {case.mode} on {case.workload}")
+            say(f"the budget ended during {', '.join(case.mode for case in cases)}")
             break
         took = time.monotonic() - started
-        longest[case.workload] = max(took, longest.get(case.workload, 0.0))
-        say(f"   {_line(report, case)}, took {took:.0f} s")
+        longest[workload.name] = max(took, longest.get(workload.name, 0.0))
     say(f"{time.monotonic() - begin:.0f} s: done")
     report.save()
     return report
+
+
+def groups_of(cases: Sequence[Case], most: int) -> Iterator[list[Case]]:
+    """Neighbours of one workload and round, at most so many."""
+    for _, same in itertools.groupby(cases, lambda case: (case.round, case.workload)):
+        group = list(same)
+        yield from (group[at : at + most] for at in range(0, len(group), most))
+
+
+def _run_group(
+    runner: Runner,
+    report: Report,
+    cases: Sequence[Case],
+    workload: Workload,
+    begin: float,
+    end: float,
+) -> None:
+    """Starts the engines of these cases together, then lets one play after the other."""
+    runner.wait_for_device()
+    with contextlib.ExitStack() as stack:
+        memory = stack.enter_context(MemoryWatch())
+        children = [stack.enter_context(runner.start(case, workload)) for case in cases]
+        for child in children:
+            child.wait_until_started(end)
+        for case, child in zip(cases, children, strict=True):
+            at = time.monotonic()
+            say(f"{at - begin:.0f} s: round {case.round}, {case.workload}, {case.mode}")
+            try:
+                found = child.play(end)
+            except CaseFailed as error:
+                say(f"{case.mode} on {case.workload} failed: {error}; its log:\n{error.log}")
+                report.add(case, {"failed": str(error)[:300]})
+                continue
+            is_alone = len(cases) == 1  # memory of several engines says nothing of one
+            found["gpu_mib"] = memory.gpu_mib if is_alone else None
+            found["host_growth_mib"] = memory.host_growth_mib if is_alone else None
+            report.add(case, {"engine": found.pop("engine"), **found})
+            say(f"   {_line(report, case)}, took {time.monotonic() - at:.0f} s")
 
 
 def _line(report: Report, case: Case) -> str:
@@ -363,6 +417,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of arrivals, pauses and tokens")
     parser.add_argument("--cpu-gib", type=float, default=40.0, help="CPU tier of every mode")
     parser.add_argument("--daemon-cpu-gib", type=float, default=4.0, help="beside a daemon")
+    parser.add_argument(
+        "--together", type=int, default=1, help="engines that start together, to save time"
+    )
     parser.add_argument("--settle", type=float, help="seconds between start and first prompt")
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds, then it stops")
     parser.add_argument("--resume", action="store_true", help="add to --out what it lacks")

@@ -191,8 +191,10 @@ def chat_spec(
     daemon_cpu_gib: float,
     daemon: str | None,
     max_num_seqs: int | None = None,
+    shares_device: bool = False,
 ) -> EngineSpec:
-    """`cpu_gib` is the CPU tier of every mode, or the memory of its daemon."""
+    """`cpu_gib` is the CPU tier of every mode, or the memory of its daemon. `shares_device`:
+    engines start side by side, so none can measure how much memory is free."""
     model = {} if tiny else QWEN2_7B
     tier = _TINY_TIER if tiny else int(cpu_gib * GIB)
     base = {"limit": "vllm", "limit_seqs": "vllm", "tiered_daemon": "tiered"}.get(mode, mode)
@@ -208,6 +210,12 @@ def chat_spec(
     options = _options(cache_tokens, tiny)
     if max_num_seqs is not None:
         options["max_num_seqs"] = max_num_seqs
+    if shares_device and not tiny:
+        blocks = options["num_gpu_blocks_override"]
+        options["gpu_memory_utilization"] = 0.05
+        options["kv_cache_memory_bytes"] = Scale(
+            model, blocks * block_size(tiny), 0, 0, 0
+        ).prompt_bytes
     return EngineSpec(mode, model, found.transfer, found.environment, options)
 
 

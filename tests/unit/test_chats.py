@@ -493,6 +493,17 @@ def test_arguments_that_make_no_workload_are_refused(wrong: dict[str, Any]) -> N
         chats.workloads_of(arguments(**wrong))
 
 
+def test_engines_that_start_together_play_the_same_workload() -> None:
+    cases = list(chats.cases_of(["calm", "tight"], ["a", "b", "c"], 1))
+    assert [[case.mode for case in group] for group in chats.groups_of(cases, 2)] == [
+        ["a", "b"],
+        ["c"],
+        ["a", "b"],
+        ["c"],
+    ]
+    assert [len(group) for group in chats.groups_of(cases, 1)] == [1] * 6
+
+
 def test_resumed_report_keeps_finished_cases_of_the_same_sizes(tmp_path: Path) -> None:
     args = arguments(out=tmp_path / "r.json", resume=True)
     case, other = chats.Case(0, "calm", "tiered"), chats.Case(0, "calm", "vllm")
@@ -544,6 +555,14 @@ def test_modes_are_engines_with_the_same_host_memory() -> None:
     }
     assert engine_configs.daemon_arguments(False, 40) == ("--memory", str(forty))
     assert {spec.options["num_gpu_blocks_override"] for spec in specs.values()} == {8_193}
+
+
+def test_engines_side_by_side_have_caches_of_the_same_size() -> None:
+    options = engine_configs.chat_spec(
+        "vllm", 131_072, False, 40, 4, None, shares_device=True
+    ).options
+    block = 2 * 28 * 4 * 128 * 2 * 16  # keys and values of Qwen2.5-7B's layers, in bfloat16
+    assert options["kv_cache_memory_bytes"] == options["num_gpu_blocks_override"] * block
 
 
 def test_modes_that_do_not_run_say_why() -> None:
