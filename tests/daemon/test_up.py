@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -54,7 +55,7 @@ def up(folder: Path) -> Iterator[Any]:
         print(one.text)  # pytest shows it where the test failed
 
 
-@pytest.mark.parametrize("number", mostly_slow([signal.SIGINT, signal.SIGTERM], quick=1))
+@pytest.mark.parametrize("number", mostly_slow([signal.SIGINT, signal.SIGTERM, signal.SIGQUIT], quick=1))
 def test_up_starts_in_order_and_stops_the_daemon_last(up: Any, number: int) -> None:
     run = up("first", "second")
     run.wait_for("all is ready")
@@ -98,6 +99,13 @@ def test_up_ends_when_a_server_dies_later(up: Any) -> None:
     assert run.end() == 1
     assert run.wait_for("all is ready") < run.wait_for("stopping first")
     assert run.lines[-1] == "tiered-kv: dying ended with status 7; see its lines above"
+
+
+def test_up_ends_when_a_server_is_ended_by_a_signal_without_a_name(up: Any) -> None:
+    run = up("unusual")
+    assert run.end() == 1
+    assert re.fullmatch(r"tiered-kv: unusual was ended by signal \d+; see .*", run.lines[-1])
+    assert "daemon ended with status 0" in run.text
 
 
 def test_up_ends_when_the_daemon_dies(up: Any) -> None:
@@ -154,6 +162,15 @@ def test_second_signal_kills_servers_at_once(up: Any) -> None:
     assert run.stop() == 1
     assert "tiered-kv: deaf is killed" in run.lines
     assert "daemon ended with status 0" in run.text
+
+
+def test_up_stops_although_nobody_reads_what_it_prints(up: Any) -> None:
+    run = up("talking")
+    run.wait_for("all is ready")
+    daemon = run.child_running("vllm_tiered_kv.server.cli")
+    run.stop_reading()
+    assert run.stop() == 0
+    assert not is_running(Path("/proc", str(daemon)))
 
 
 def test_port_in_use_is_an_error_before_anything_starts(up: Any, folder: Path) -> None:
