@@ -55,7 +55,10 @@ def up(folder: Path) -> Iterator[Any]:
         print(one.text)  # pytest shows it where the test failed
 
 
-@pytest.mark.parametrize("number", mostly_slow([signal.SIGINT, signal.SIGTERM, signal.SIGQUIT], quick=1))
+ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
+
+
+@pytest.mark.parametrize("number", mostly_slow(ENDING, quick=1))
 def test_up_starts_in_order_and_stops_the_daemon_last(up: Any, number: int) -> None:
     run = up("first", "second")
     run.wait_for("all is ready")

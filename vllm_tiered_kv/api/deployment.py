@@ -201,6 +201,12 @@ def _word(source: str, value: object) -> str:
     raise ConfigError(source, f"expected text or a number, got {value!r}")
 
 
+def _variable(source: str, value: object) -> str:
+    if isinstance(value, bool):  # some programs want 1, others true
+        raise ConfigError(source, "is a switch to YAML; write the value in quotes, or as a number")
+    return _word(source, value)
+
+
 def _checked_daemon_options(flags: Sequence[str]) -> Mapping[str, Any]:
     """All options of the daemon with these flags. Only the daemon knows them, so it is asked."""
     done = subprocess.run(
@@ -234,7 +240,7 @@ def _server_program(
     if not server.model:
         raise ConfigError(f"{source}.model", "is required: a name or a folder, as vLLM takes it")
     name = server.name or Path(server.model).name
-    env = {key: _word(f"{source}.env.{key}", value) for key, value in server.env.items()}
+    env = {key: _variable(f"{source}.env.{key}", value) for key, value in server.env.items()}
     cache = dict(server.cache)
     if daemon is not None:
         cache.setdefault("remote", str(daemon))
@@ -269,10 +275,11 @@ def _vllm_flags(args: Mapping[str, Any], source: str) -> Iterator[str]:
             raise ConfigError(
                 f"{source}.{name}", f"is set by the key {elsewhere[flag]} of the server"
             )
-        if flag == "ssl-certfile":
+        if flag in ("ssl-certfile", "uds"):
             raise ConfigError(
                 f"{source}.{name}",
-                "`tiered-kv up` waits for /health over plain HTTP; use a proxy with TLS in front",
+                "`tiered-kv up` waits for /health over plain HTTP at the port; for TLS use a "
+                "proxy in front",
             )
         if isinstance(value, bool):
             yield f"--{flag}" if value else f"--no-{flag}"

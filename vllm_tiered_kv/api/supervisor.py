@@ -52,7 +52,7 @@ class Screen:
         return os.isatty(self._logs)
 
     def begin_stop(self) -> None:
-        """From now on lines that nobody reads are dropped: a process that cannot log cannot stop."""
+        """From now on drops lines that nobody reads: a process that cannot log cannot stop."""
         self._stopping = True
 
     def show_log(self, line: str) -> None:
