@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.daemon.test_http_pages import fetch
 from tests.daemon.up_process import Up, free_port
 from tests.patience import eventually, mostly_slow
 
@@ -62,6 +63,9 @@ ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
 def test_up_starts_in_order_and_stops_the_daemon_last(up: Any, number: int) -> None:
     run = up("first", "second")
     run.wait_for("all is ready")
+    page = re.search(r"  daemon  (http://\S+)", run.text)
+    assert page is not None
+    assert fetch(page[1])[0] == 200
     run.signal(number)
     assert run.end() == 0
     order = [

@@ -148,6 +148,14 @@ def test_images_are_built_from_targets_and_files_that_exist() -> None:
     assert set(re.findall(r"^COPY (\S+)", DOCKERFILE, re.MULTILINE)) == {"dist/*.whl"}
 
 
+def test_images_take_the_package_from_nowhere_but_dist() -> None:
+    """An index may have another package of this name, with a higher version."""
+    installs = re.findall(r"pip install (?:[^&]|&(?!&))*", DOCKERFILE.replace("\\\n", " "))
+    for first, then in (installs[:2], installs[2:]):
+        assert "--no-index --no-deps --find-links /wheels" in first
+        assert "--upgrade" not in then  # what is installed satisfies it
+
+
 def test_health_check_of_the_image_asks_where_the_daemon_answers() -> None:
     assert f"http://{ServerOptions().http}/healthz" in DOCKERFILE
 
@@ -175,6 +183,34 @@ def test_pods_mount_volumes_that_exist_and_see_the_processes_of_peers(
         assert {probe["httpGet"]["port"] for probe in probes} <= ports
         assert len(probes) >= 2
     assert pod.get("hostPID") or pod.get("shareProcessNamespace")
+
+
+def test_daemons_of_pods_have_no_rights_that_they_do_not_need() -> None:
+    """A daemon runs so: its places for writing are mounted, and it follows processes by pidfd."""
+    for _, pod in pods():
+        assert pod["automountServiceAccountToken"] is False
+        for one in containers(pod):
+            context = one["securityContext"]
+            assert context["allowPrivilegeEscalation"] is False
+            if one["image"] == DAEMON_IMAGE:
+                assert context["readOnlyRootFilesystem"] is True
+                assert context["capabilities"] == {"drop": ["ALL"]}
+                options = checked(*one["args"])
+                mounted = [mount["mountPath"] for mount in one["volumeMounts"]]
+                assert options["ssd"] in mounted
+                (socket,) = options["listen"]
+                assert str(Path(socket.removeprefix("ipc://")).parent) in mounted
+
+
+def test_commands_of_the_page_put_units_and_options_in_place(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "deploy.md").read_text()
+    (block,) = re.findall(r"^```\n(cp deploy/systemd.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "etc" / "systemd" / "system").mkdir(parents=True)  # every host has it
+    for line in block.replace(" /etc", f" {tmp_path}/etc").splitlines():
+        if not line.startswith(("useradd", "systemctl")):
+            subprocess.run(line, shell=True, check=True, cwd=ROOT)
+    placed = {str(path.relative_to(tmp_path / "etc")) for path in tmp_path.rglob("*.*")}
+    assert {"tiered-kv/server.yaml", "tiered-kv/chat.yml", "systemd/system/vllm@.service"} <= placed
 
 
 def test_daemon_and_engines_of_a_node_share_the_folder_of_the_socket() -> None:

@@ -116,6 +116,8 @@ SERVER = {"model": "m"}
         ({"daemon": {"ssd_space": "1GiB"}}, "daemon: ssd_space: there is no SSD tier"),
         ({"daemon": {"http": False}}, "daemon.http: must not be off"),
         ({"daemon": {"http": "127.0.0.1:0"}}, "daemon.http: .* names no port"),
+        ({"daemon": {"http": "0.0.0.0:9528"}}, "daemon: http: .* set http_token"),
+        ({"daemon": {"listen": "tcp://0.0.0.0:9527"}}, "daemon: listen: .* needs keys"),
         ({"daemon": {"version": "x"}}, "daemon: "),
         ({"daemon": {"listen": "tcp://127.0.0.1:*"}}, "daemon.listen: "),
         ({"daemon": {"memory": None}}, "daemon.memory: has no value"),

@@ -211,7 +211,7 @@ class Supervisor:
             self._running.append(running)
             self._wait_until_healthy(running)
         for program in programs:
-            page = "/metrics" if program.is_daemon else "/v1"
+            page = "/" if program.is_daemon else "/v1"
             url = program.health_url.removesuffix(program.health_path) + page
             self._screen.say(f"  {program.name:{width}}  {url}")
         if self._deployment.daemon_address is not None:

@@ -107,6 +107,7 @@ def _run(arguments: Sequence[str]) -> int:
     only_check = flags.pop("check")
     options = ServerOptions.load(read_yaml(file) if file else None, flags)
     if only_check:
+        _check_addresses(options)
         print(json.dumps(dataclasses.asdict(options), indent=1))
         return 0
     logging.basicConfig(
@@ -115,6 +116,17 @@ def _run(arguments: Sequence[str]) -> int:
         stream=sys.stderr,
     )
     return serve(options)
+
+
+def _check_addresses(options: ServerOptions) -> None:
+    """The rest of what the daemon itself checks before it opens anything."""
+    from vllm_tiered_kv.server.net.endpoints import check_endpoint  # zmq loads slowly
+    from vllm_tiered_kv.server.net.http import parse_address
+
+    for endpoint in options.listen:
+        check_endpoint(endpoint, bool(options.secret_key))
+    if options.http != "off":
+        parse_address(options.http, bool(options.http_token) or options.http_open)
 
 
 def serve(options: ServerOptions) -> int:
