@@ -71,6 +71,9 @@ def test_check_prints_options_and_starts_nothing(folder: Path) -> None:
         assert (done.returncode, done.stdout) == (2, "")
     done = run("--check", "--listen", "ipc:///no/such/folder/yet")
     assert done.returncode == 0
+    done = run("--check", "--backing", "redis://user:swordfish@host:1")  # a unit logs this
+    assert done.returncode == 0
+    assert "swordfish" not in done.stdout
 
 
 def test_options_quotas_are_parsed() -> None:

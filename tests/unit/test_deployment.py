@@ -145,6 +145,14 @@ SERVER = {"model": "m"}
         ({"servers": [{"model": "daemon"}], "daemon": {}}, "two processes are named 'daemon'"),
         ({"daemon": {}, "servers": [{**SERVER, "port": 9528}]}, "have the same port 9528"),
         ({"daemon": {"secret_key": "/k", "clients": "/c"}, "servers": [SERVER]}, "requires keys"),
+        (
+            {"daemon": {"backing": "redis://u:swordfish@h:1"}},
+            r"daemon.backing: redis://u:\*\*\*@h:1",
+        ),
+        (
+            {"servers": [{**SERVER, "cache": {"remote": "rediss://:swordfish@h"}}]},
+            r"servers\[0\].cache.remote: .* leave it out and set TIERED_KV_REDIS_PASSWORD",
+        ),
         ({"start_timeout": "soon"}, "start_timeout: 'soon' is not a duration"),
         ({}, "names neither a daemon nor servers"),
         ("servers:\n- model: a\n  model: b\n", "model: is given more than once"),
@@ -153,8 +161,9 @@ SERVER = {"model": "m"}
     ],
 )
 def test_mistake_in_the_file_is_named(tmp_path: Path, content: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
+    with pytest.raises(ConfigError, match=said.replace("?", r"\?")) as error:
         read(tmp_path, content)
+    assert "swordfish" not in str(error.value)
 
 
 def test_keys_of_one_server_may_repeat_those_of_another(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from vllm_tiered_kv.options import (
     mappings,
     parse_options,
     read_yaml,
+    redacted,
     text,
     words,
 )
@@ -169,8 +170,20 @@ def _parse(cls: type[Any], given: Mapping[Any, Any], prefix: str) -> dict[str, A
     return parse_options(cls, [(str(key), f"{prefix}{key}", raw) for key, raw in given.items()])
 
 
+def _refuse_passwords(source: str, value: object) -> None:
+    """What a file says becomes arguments of a process, which every user of the host can list."""
+    for url in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(url, str) and redacted(url) != url:
+            raise ConfigError(
+                source,
+                f"{redacted(url)} has a password, which other users of the host would see among "
+                "the processes; leave it out and set TIERED_KV_REDIS_PASSWORD in the environment",
+            )
+
+
 def _daemon_flags(given: Mapping[str, Any]) -> Iterator[str]:
     for name, value in given.items():
+        _refuse_passwords(f"daemon.{name}", value)
         flag = "--" + name.replace("_", "-")
         for one in _values(f"daemon.{name}", value):
             yield from (flag, one)
@@ -242,6 +255,7 @@ def _server_program(
     name = server.name or Path(server.model).name
     env = {key: _variable(f"{source}.env.{key}", value) for key, value in server.env.items()}
     cache = dict(server.cache)
+    _refuse_passwords(f"{source}.cache.remote", cache.get("remote"))
     if daemon is not None:
         cache.setdefault("remote", str(daemon))
         if needs_keys and cache["remote"] == str(daemon) and not cache.get("remote_key"):

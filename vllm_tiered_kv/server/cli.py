@@ -24,7 +24,7 @@ from vllm_tiered_kv.errors import (
     StoreLockedError,
     TieredKVError,
 )
-from vllm_tiered_kv.options import parse_number, read_yaml
+from vllm_tiered_kv.options import parse_number, read_yaml, redacted
 from vllm_tiered_kv.server.net.descriptors import raise_limit
 from vllm_tiered_kv.server.options import ServerOptions, add_flags
 
@@ -108,7 +108,8 @@ def _run(arguments: Sequence[str]) -> int:
     options = ServerOptions.load(read_yaml(file) if file else None, flags)
     if only_check:
         _check_addresses(options)
-        print(json.dumps(dataclasses.asdict(options), indent=1))
+        facts = dataclasses.asdict(options) | {"backing": redacted(options.backing)}
+        print(json.dumps(facts, indent=1))
         return 0
     logging.basicConfig(
         level=options.log_level.value.upper(),
