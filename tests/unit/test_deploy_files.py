@@ -186,7 +186,7 @@ def test_pods_mount_volumes_that_exist_and_see_the_processes_of_peers(
 
 
 def test_daemons_of_pods_have_no_rights_that_they_do_not_need() -> None:
-    """A daemon runs so: its places for writing are mounted, and it follows processes by pidfd."""
+    """tests/daemon/test_container_rights.py runs a daemon so."""
     for _, pod in pods():
         assert pod["automountServiceAccountToken"] is False
         for one in containers(pod):
