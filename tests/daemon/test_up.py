@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ import yaml
 from tests.daemon.test_http_pages import fetch
 from tests.daemon.up_process import Up, free_port
 from tests.patience import eventually, mostly_slow
+from vllm_tiered_kv.api import supervisor
+from vllm_tiered_kv.api.deployment import Deployment
 
 STAND_IN = Path(__file__).with_name("stand_in_server.py")
 
@@ -159,6 +163,41 @@ def test_server_that_does_not_stop_is_killed_with_its_children(up: Any) -> None:
     assert run.stop() == 1
     assert "tiered-kv: deaf did not stop within 1 s, and is killed" in run.lines
     eventually(lambda: not is_running(child))
+
+
+def test_the_daemon_is_stopped_although_the_kernel_keeps_a_server(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a driver that hangs: the server gets no SIGKILL."""
+    kill = os.killpg
+    monkeypatch.setattr(os, "killpg", lambda group, number: None)
+    monkeypatch.setattr(supervisor, "_LEFTOVERS_S", 0.2)
+    http = f"127.0.0.1:{free_port()}"
+    server = {"model": "deaf", "port": free_port(), "command": [sys.executable, str(STAND_IN)]}
+    file = folder / "deploy.yml"
+    daemon = {"memory": "16MiB", "http": http, "listen": f"ipc://{folder}/kv.sock"}
+    file.write_text(yaml.safe_dump({"daemon": daemon, "servers": [server], "stop_timeout": 1}))
+    log = folder / "log"
+    fd = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+    running = supervisor.Supervisor(Deployment.read(file), supervisor.Screen(fd, fd))
+
+    def stop() -> None:
+        eventually(lambda: "all is ready" in log.read_text())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    try:
+        assert running.run() == 1
+    finally:
+        stopping.join()
+        for one in running._running:
+            with contextlib.suppress(ProcessLookupError):
+                kill(one._process.pid, signal.SIGKILL)
+        os.close(fd)
+    text = log.read_text()
+    assert "tiered-kv: deaf does not end although it was killed" in text
+    assert "tiered-kv: daemon ended with status 0" in text
 
 
 def test_second_signal_kills_servers_at_once(up: Any) -> None:

@@ -121,7 +121,8 @@ class Running:
 
     def how_it_ended(self) -> str:
         status = self._process.poll()
-        assert status is not None
+        if status is None:  # a driver may keep it in the kernel
+            return "does not end although it was killed"
         if status < 0:
             known = [one.name for one in signal.Signals if one == -status]  # not real-time ones
             return f"was ended by {known[0] if known else f'signal {-status}'}"
@@ -138,7 +139,8 @@ class Running:
                 os.killpg(self._process.pid, 0)
                 time.sleep(_POLL_S)
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LEFTOVERS_S)
         self._reader.join(_LEFTOVERS_S)
 
     def is_healthy(self) -> bool:
@@ -274,7 +276,11 @@ class Supervisor:
         began = shown = time.monotonic()
         heard, killed = max(self._signals, 1), []
         may_kill = timeout_s is not None
-        while waiting := [running for running in waiting if running.status is None]:
+        while waiting := [
+            running
+            for running in waiting
+            if running.status is None and running.program.name not in killed
+        ]:
             now = time.monotonic()
             late = timeout_s is not None and now - began > timeout_s
             if late or self._signals > heard:
