@@ -54,7 +54,8 @@ def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
 def command_lines() -> Iterator[tuple[str, str, list[str]]]:
     """Where, which image, and what its entry point is given."""
     for name, service in COMPOSE["services"].items():
-        yield f"compose/{name}", service["image"], service["command"]
+        if "command" in service:
+            yield f"compose/{name}", service["image"], service["command"]
     for name, pod in pods():
         for one in containers(pod):
             yield f"{name}/{one['name']}", one["image"], one["args"]
@@ -133,7 +134,8 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
 
 def test_images_are_built_from_targets_and_files_that_exist() -> None:
     targets = re.findall(r"^FROM \S+ AS (\w+)$", DOCKERFILE, re.MULTILINE)
-    built = {one["image"]: one["build"] for one in COMPOSE["services"].values()}
+    services = COMPOSE["services"].values()
+    built = {one["image"]: one["build"] for one in services if "build" in one}
     assert {image: build["target"] for image, build in built.items()} == {
         DAEMON_IMAGE: "daemon",
         ENGINE_IMAGE: "engine",
@@ -162,11 +164,17 @@ def test_health_check_of_the_image_asks_where_the_daemon_answers() -> None:
 
 def test_volumes_of_compose_exist() -> None:
     for service in COMPOSE["services"].values():
-        for mount in service["volumes"]:
+        for mount in service.get("volumes", ()):
             assert mount.split(":")[0] in COMPOSE["volumes"]
-    engine = COMPOSE["services"]["chat"]
-    assert engine["pid"] == "service:daemon"
+
+
+def test_services_of_compose_share_a_pid_namespace_that_outlives_each() -> None:
+    """The end of a container's first process ends all processes of its namespace."""
+    daemon, engine = (COMPOSE["services"][name] for name in ("daemon", "chat"))
+    assert daemon["pid"] == engine["pid"] == "service:processes"
+    assert "processes" in daemon["depends_on"]  # so it stops last
     assert "daemon" in engine["depends_on"]
+    assert "pid" not in COMPOSE["services"]["processes"]
 
 
 @pytest.mark.parametrize(("name", "pod"), list(pods()), ids=[name for name, _ in pods()])
