@@ -216,7 +216,7 @@ def run(folder: Path, model: Path, log: Path) -> int:
         began = time.monotonic()
         with running(engine_file, log):
             started_s = time.monotonic() - began
-            print(f"   the daemon's page: {page}/metrics, the server: {url}/v1")
+            print(f"   the daemon's page: {page}/, the server: {url}/v1")
             print(f"3. a text of {len(text.split())} words, and: {QUESTION}")
             computed = ask(server, QUESTION)
             print(f"   {computed.line()}")

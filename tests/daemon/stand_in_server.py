@@ -50,6 +50,10 @@ def main() -> None:
         sys.exit(3)
     asked = 0
 
+    def talk() -> None:
+        while True:
+            print("." * 1000)
+
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             nonlocal asked
@@ -61,6 +65,10 @@ def main() -> None:
             self.end_headers()
             if given.model == "dying" and ready:
                 threading.Timer(0.3, lambda: os._exit(7)).start()
+            if given.model == "unusual" and ready:
+                threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGRTMIN + 1)).start()
+            if given.model == "talking" and ready:
+                threading.Thread(target=talk, daemon=True).start()
 
         def log_message(self, *args: object) -> None:
             pass

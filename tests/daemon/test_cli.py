@@ -65,8 +65,15 @@ def test_check_prints_options_and_starts_nothing(folder: Path) -> None:
     assert (options["memory"], options["eviction"]) == (1 << 30, "s3fifo")
     assert options["memory_quota"] == {"ab": 1 << 20}
     assert options["listen"] == ServerOptions().listen
-    done = run("--check", "--ssd-space", "1GiB")
-    assert (done.returncode, done.stdout) == (2, "")
+    wrong = [("--ssd-space", "1GiB"), ("--listen", "tcp://0.0.0.0:1"), ("--http", "0.0.0.0:1")]
+    for words in wrong:
+        done = run("--check", *words)
+        assert (done.returncode, done.stdout) == (2, "")
+    done = run("--check", "--listen", "ipc:///no/such/folder/yet")
+    assert done.returncode == 0
+    done = run("--check", "--backing", "redis://user:swordfish@host:1")  # a unit logs this
+    assert done.returncode == 0
+    assert "swordfish" not in done.stdout
 
 
 def test_options_quotas_are_parsed() -> None:

@@ -16,7 +16,7 @@ from tests.daemon.test_cli import run
 from tests.patience import eventually
 from vllm_tiered_kv import __version__
 from vllm_tiered_kv.errors import ConfigError
-from vllm_tiered_kv.server.net.http import parse_address, read_token
+from vllm_tiered_kv.server.net.http import HttpServer, parse_address, read_token
 from vllm_tiered_kv.server.options import ServerOptions
 
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -149,3 +149,13 @@ def test_what_would_expose_the_page_by_mistake_is_refused(folder: Path) -> None:
     for text in ("", "short", f"{TOKEN} {TOKEN}", "ä" * 40):
         with pytest.raises(ConfigError, match="openssl rand"):
             read_token(str(token_file(folder, text)))
+
+
+def test_the_server_starts_without_looking_for_the_name_of_its_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python's own server asks the resolver, which may hold up the start of a daemon."""
+    monkeypatch.setattr(socket, "getfqdn", lambda name: pytest.fail("asked the resolver"))
+    server = HttpServer("127.0.0.1:0", lambda: "metrics\n", lambda: None)
+    assert fetch(f"http://{server.address}/metrics") == (200, "metrics\n")
+    server.close()

@@ -171,6 +171,19 @@ def test_a_token_is_asked_for_and_kept_out_of_the_address(
     assert page.run(where) == f"{daemon.http}/,,0"
 
 
+def test_an_answer_that_the_page_cannot_show_is_said_and_not_the_last(
+    page: Chromium, start: StartDaemon
+) -> None:
+    """As after an upgrade of the daemon: a page that stood still would look healthy."""
+    daemon = start_with_page(start)
+    page.open(f"{daemon.http}/")
+    eventually(lambda: "healthy" in page.text("header"))
+    page.run("window.real = fetch; window.fetch = async () => new Response('{\"info\": {}}')")
+    eventually(lambda: "reload it" in page.text("#notice"))
+    page.run("window.fetch = window.real")
+    eventually(lambda: page.text("#notice") == "")
+
+
 def test_a_daemon_that_is_gone_is_said_to_be(
     page: Chromium, start: StartDaemon, connect: Connect
 ) -> None:

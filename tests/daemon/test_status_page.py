@@ -19,10 +19,10 @@ HTTP = ("--http", "127.0.0.1:0")
 MIB = 1 << 20
 
 
-def ask(method: str, url: str) -> tuple[int, dict[str, str], bytes]:
+def ask(method: str, url: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
     host, _, path = url.removeprefix("http://").partition("/")
     connection = http.client.HTTPConnection(host, timeout=30)
-    connection.request(method, f"/{path}")
+    connection.request(method, f"/{path}", headers=headers)
     answer = connection.getresponse()
     found = answer.status, dict(answer.getheaders()), answer.read()
     connection.close()
@@ -140,6 +140,23 @@ def test_the_document_is_for_all_and_facts_for_those_with_the_token(
     status, text = fetch(f"{daemon.http}/status.json?after=-1", TOKEN)
     assert status == 200
     assert "client's name" in text
+
+
+def test_other_names_of_the_host_are_refused_where_no_token_is_asked_for(
+    start: StartDaemon, folder: Path
+) -> None:
+    """A web site may have its name resolve to 127.0.0.1, and then read answers in a browser."""
+    options = {(): 403, ("--http-open",): 200, ("--http-token", str(token_file(folder))): 401}
+    for more, status in options.items():
+        daemon = start("--memory", "16MiB", *HTTP, *more)
+        for page in ("metrics", "status.json"):
+            assert ask("GET", f"{daemon.http}/{page}", Host="attacker.example")[0] == status
+        assert ask("GET", f"{daemon.http}/healthz", Host="attacker.example")[0] == 200
+        if not more:
+            for name in ("localhost", "LOCALHOST:9528", "127.0.0.1", "[::1]:9528"):
+                assert ask("GET", f"{daemon.http}/metrics", Host=name)[0] == 200
+            for name in ("127.0.0.1.attacker.example", "", "[", "localhost.attacker.example:9528"):
+                assert ask("GET", f"{daemon.http}/metrics", Host=name)[0] == 403
 
 
 def test_the_pages_are_read_only_and_what_is_wrong_gets_a_sentence(start: StartDaemon) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.daemon.test_http_pages import fetch
 from tests.daemon.up_process import Up, free_port
 from tests.patience import eventually, mostly_slow
+from vllm_tiered_kv.api import supervisor
+from vllm_tiered_kv.api.deployment import Deployment
 
 STAND_IN = Path(__file__).with_name("stand_in_server.py")
 
@@ -54,10 +60,16 @@ def up(folder: Path) -> Iterator[Any]:
         print(one.text)  # pytest shows it where the test failed
 
 
-@pytest.mark.parametrize("number", mostly_slow([signal.SIGINT, signal.SIGTERM], quick=1))
+ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
+
+
+@pytest.mark.parametrize("number", mostly_slow(ENDING, quick=1))
 def test_up_starts_in_order_and_stops_the_daemon_last(up: Any, number: int) -> None:
     run = up("first", "second")
     run.wait_for("all is ready")
+    page = re.search(r"  daemon  (http://\S+)", run.text)
+    assert page is not None
+    assert fetch(page[1])[0] == 200
     run.signal(number)
     assert run.end() == 0
     order = [
@@ -98,6 +110,13 @@ def test_up_ends_when_a_server_dies_later(up: Any) -> None:
     assert run.end() == 1
     assert run.wait_for("all is ready") < run.wait_for("stopping first")
     assert run.lines[-1] == "tiered-kv: dying ended with status 7; see its lines above"
+
+
+def test_up_ends_when_a_server_is_ended_by_a_signal_without_a_name(up: Any) -> None:
+    run = up("unusual")
+    assert run.end() == 1
+    assert re.fullmatch(r"tiered-kv: unusual was ended by signal \d+; see .*", run.lines[-1])
+    assert "daemon ended with status 0" in run.text
 
 
 def test_up_ends_when_the_daemon_dies(up: Any) -> None:
@@ -146,6 +165,41 @@ def test_server_that_does_not_stop_is_killed_with_its_children(up: Any) -> None:
     eventually(lambda: not is_running(child))
 
 
+def test_the_daemon_is_stopped_although_the_kernel_keeps_a_server(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a driver that hangs: the server gets no SIGKILL."""
+    kill = os.killpg
+    monkeypatch.setattr(os, "killpg", lambda group, number: None)
+    monkeypatch.setattr(supervisor, "_LEFTOVERS_S", 0.2)
+    http = f"127.0.0.1:{free_port()}"
+    server = {"model": "deaf", "port": free_port(), "command": [sys.executable, str(STAND_IN)]}
+    file = folder / "deploy.yml"
+    daemon = {"memory": "16MiB", "http": http, "listen": f"ipc://{folder}/kv.sock"}
+    file.write_text(yaml.safe_dump({"daemon": daemon, "servers": [server], "stop_timeout": 1}))
+    log = folder / "log"
+    fd = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+    running = supervisor.Supervisor(Deployment.read(file), supervisor.Screen(fd, fd))
+
+    def stop() -> None:
+        eventually(lambda: "all is ready" in log.read_text())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    try:
+        assert running.run() == 1
+    finally:
+        stopping.join()
+        for one in running._running:
+            with contextlib.suppress(ProcessLookupError):
+                kill(one._process.pid, signal.SIGKILL)
+        os.close(fd)
+    text = log.read_text()
+    assert "tiered-kv: deaf does not end although it was killed" in text
+    assert "tiered-kv: daemon ended with status 0" in text
+
+
 def test_second_signal_kills_servers_at_once(up: Any) -> None:
     run = up("deaf", stop_timeout=600)
     run.wait_for("all is ready")
@@ -154,6 +208,15 @@ def test_second_signal_kills_servers_at_once(up: Any) -> None:
     assert run.stop() == 1
     assert "tiered-kv: deaf is killed" in run.lines
     assert "daemon ended with status 0" in run.text
+
+
+def test_up_stops_although_nobody_reads_what_it_prints(up: Any) -> None:
+    run = up("talking")
+    run.wait_for("all is ready")
+    daemon = run.child_running("vllm_tiered_kv.server.cli")
+    run.stop_reading()
+    assert run.stop() == 0
+    assert not is_running(Path("/proc", str(daemon)))
 
 
 def test_port_in_use_is_an_error_before_anything_starts(up: Any, folder: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import select
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 from pathlib import Path
 
@@ -33,12 +36,28 @@ class Up:
             stderr=subprocess.STDOUT,
             text=True,
         )
+        self._may_read = threading.Event()
+        self._may_read.set()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        self.lines.extend(line.rstrip("\n") for line in self._process.stdout)
+        for line in self._process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            self._may_read.wait()
+
+    def stop_reading(self) -> None:
+        """Until it ends. Returns when the pipe is full."""
+        self._may_read.clear()
+        assert self._process.stdout is not None
+        pipe = self._process.stdout.fileno()
+        is_full = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) - select.PIPE_BUF
+
+        def waiting() -> int:
+            return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4), sys.byteorder)
+
+        eventually(lambda: waiting() >= is_full)
 
     def wait_for(self, part: str) -> int:
         """Returns the place of the first line with this text."""
@@ -56,6 +75,7 @@ class Up:
     def end(self) -> int:
         """Its exit status, when it ends by itself."""
         status = self._process.wait(60)
+        self._may_read.set()
         self._reader.join()
         return status
 
@@ -68,6 +88,7 @@ class Up:
             for _ in range(3):  # the third one kills everything
                 self.signal()
             self._process.wait(60)
+        self._may_read.set()
         self._reader.join()
 
     def child_running(self, what: str) -> int:

@@ -54,7 +54,8 @@ def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
 def command_lines() -> Iterator[tuple[str, str, list[str]]]:
     """Where, which image, and what its entry point is given."""
     for name, service in COMPOSE["services"].items():
-        yield f"compose/{name}", service["image"], service["command"]
+        if "command" in service:
+            yield f"compose/{name}", service["image"], service["command"]
     for name, pod in pods():
         for one in containers(pod):
             yield f"{name}/{one['name']}", one["image"], one["args"]
@@ -133,7 +134,8 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
 
 def test_images_are_built_from_targets_and_files_that_exist() -> None:
     targets = re.findall(r"^FROM \S+ AS (\w+)$", DOCKERFILE, re.MULTILINE)
-    built = {one["image"]: one["build"] for one in COMPOSE["services"].values()}
+    services = COMPOSE["services"].values()
+    built = {one["image"]: one["build"] for one in services if "build" in one}
     assert {image: build["target"] for image, build in built.items()} == {
         DAEMON_IMAGE: "daemon",
         ENGINE_IMAGE: "engine",
@@ -148,17 +150,31 @@ def test_images_are_built_from_targets_and_files_that_exist() -> None:
     assert set(re.findall(r"^COPY (\S+)", DOCKERFILE, re.MULTILINE)) == {"dist/*.whl"}
 
 
+def test_images_take_the_package_from_nowhere_but_dist() -> None:
+    """An index may have another package of this name, with a higher version."""
+    installs = re.findall(r"pip install (?:[^&]|&(?!&))*", DOCKERFILE.replace("\\\n", " "))
+    for first, then in (installs[:2], installs[2:]):
+        assert "--no-index --no-deps --find-links /wheels" in first
+        assert "--upgrade" not in then  # what is installed satisfies it
+
+
 def test_health_check_of_the_image_asks_where_the_daemon_answers() -> None:
     assert f"http://{ServerOptions().http}/healthz" in DOCKERFILE
 
 
 def test_volumes_of_compose_exist() -> None:
     for service in COMPOSE["services"].values():
-        for mount in service["volumes"]:
+        for mount in service.get("volumes", ()):
             assert mount.split(":")[0] in COMPOSE["volumes"]
-    engine = COMPOSE["services"]["chat"]
-    assert engine["pid"] == "service:daemon"
+
+
+def test_services_of_compose_share_a_pid_namespace_that_outlives_each() -> None:
+    """The end of a container's first process ends all processes of its namespace."""
+    daemon, engine = (COMPOSE["services"][name] for name in ("daemon", "chat"))
+    assert daemon["pid"] == engine["pid"] == "service:processes"
+    assert "processes" in daemon["depends_on"]  # so it stops last
     assert "daemon" in engine["depends_on"]
+    assert "pid" not in COMPOSE["services"]["processes"]
 
 
 @pytest.mark.parametrize(("name", "pod"), list(pods()), ids=[name for name, _ in pods()])
@@ -175,6 +191,34 @@ def test_pods_mount_volumes_that_exist_and_see_the_processes_of_peers(
         assert {probe["httpGet"]["port"] for probe in probes} <= ports
         assert len(probes) >= 2
     assert pod.get("hostPID") or pod.get("shareProcessNamespace")
+
+
+def test_daemons_of_pods_have_no_rights_that_they_do_not_need() -> None:
+    """tests/daemon/test_container_rights.py runs a daemon so."""
+    for _, pod in pods():
+        assert pod["automountServiceAccountToken"] is False
+        for one in containers(pod):
+            context = one["securityContext"]
+            assert context["allowPrivilegeEscalation"] is False
+            if one["image"] == DAEMON_IMAGE:
+                assert context["readOnlyRootFilesystem"] is True
+                assert context["capabilities"] == {"drop": ["ALL"]}
+                options = checked(*one["args"])
+                mounted = [mount["mountPath"] for mount in one["volumeMounts"]]
+                assert options["ssd"] in mounted
+                (socket,) = options["listen"]
+                assert str(Path(socket.removeprefix("ipc://")).parent) in mounted
+
+
+def test_commands_of_the_page_put_units_and_options_in_place(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "deploy.md").read_text()
+    (block,) = re.findall(r"^```\n(cp deploy/systemd.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "etc" / "systemd" / "system").mkdir(parents=True)  # every host has it
+    for line in block.replace(" /etc", f" {tmp_path}/etc").splitlines():
+        if not line.startswith(("useradd", "systemctl")):
+            subprocess.run(line, shell=True, check=True, cwd=ROOT)
+    placed = {str(path.relative_to(tmp_path / "etc")) for path in tmp_path.rglob("*.*")}
+    assert {"tiered-kv/server.yaml", "tiered-kv/chat.yml", "systemd/system/vllm@.service"} <= placed
 
 
 def test_daemon_and_engines_of_a_node_share_the_folder_of_the_socket() -> None:

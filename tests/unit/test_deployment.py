@@ -116,6 +116,8 @@ SERVER = {"model": "m"}
         ({"daemon": {"ssd_space": "1GiB"}}, "daemon: ssd_space: there is no SSD tier"),
         ({"daemon": {"http": False}}, "daemon.http: must not be off"),
         ({"daemon": {"http": "127.0.0.1:0"}}, "daemon.http: .* names no port"),
+        ({"daemon": {"http": "0.0.0.0:9528"}}, "daemon: http: .* set http_token"),
+        ({"daemon": {"listen": "tcp://0.0.0.0:9527"}}, "daemon: listen: .* needs keys"),
         ({"daemon": {"version": "x"}}, "daemon: "),
         ({"daemon": {"listen": "tcp://127.0.0.1:*"}}, "daemon.listen: "),
         ({"daemon": {"memory": None}}, "daemon.memory: has no value"),
@@ -134,13 +136,23 @@ SERVER = {"model": "m"}
             "kv_transfer_config: is set by the key cache",
         ),
         ({"servers": [{**SERVER, "args": {"seed": None}}]}, "args.seed: has no value"),
-        ({"servers": [{**SERVER, "args": {"ssl_certfile": "x"}}]}, "a proxy with TLS in front"),
+        ({"servers": [{**SERVER, "args": {"uds": "/s"}}]}, "uds: `tiered-kv up` waits for /health"),
+        ({"servers": [{**SERVER, "env": {"A": True}}]}, r"env.A: is a switch to YAML; .* quotes"),
+        ({"servers": [{**SERVER, "args": {"ssl_certfile": "x"}}]}, "for TLS use a proxy"),
         ({"servers": [{**SERVER, "command": "vllm 'serve"}]}, r"command: No closing quotation"),
         ({"servers": [SERVER, {**SERVER, "port": 1}]}, "two processes are named 'm'"),
         ({"servers": [SERVER, {"model": "n"}]}, "m and n have the same port 8000"),
         ({"servers": [{"model": "daemon"}], "daemon": {}}, "two processes are named 'daemon'"),
         ({"daemon": {}, "servers": [{**SERVER, "port": 9528}]}, "have the same port 9528"),
         ({"daemon": {"secret_key": "/k", "clients": "/c"}, "servers": [SERVER]}, "requires keys"),
+        (
+            {"daemon": {"backing": "redis://u:swordfish@h:1"}},
+            r"daemon.backing: redis://u:\*\*\*@h:1",
+        ),
+        (
+            {"servers": [{**SERVER, "cache": {"remote": "rediss://:swordfish@h"}}]},
+            r"servers\[0\].cache.remote: .* leave it out and set TIERED_KV_REDIS_PASSWORD",
+        ),
         ({"start_timeout": "soon"}, "start_timeout: 'soon' is not a duration"),
         ({}, "names neither a daemon nor servers"),
         ("servers:\n- model: a\n  model: b\n", "model: is given more than once"),
@@ -149,8 +161,9 @@ SERVER = {"model": "m"}
     ],
 )
 def test_mistake_in_the_file_is_named(tmp_path: Path, content: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
+    with pytest.raises(ConfigError, match=said.replace("?", r"\?")) as error:
         read(tmp_path, content)
+    assert "swordfish" not in str(error.value)
 
 
 def test_keys_of_one_server_may_repeat_those_of_another(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ _SERVED = "http://127.0.0.1:8000"  # by an engine
 
 # What is not ours, and only there to use what is.
 OTHERS = {"apt-get", "cd", "export", "git", "mooncake_client", "mooncake_master", "openssl", "sudo"}
-OTHERS |= {"cp", "docker", "grep", "kubectl", "systemctl", "tr", "useradd"}
+OTHERS |= {"cp", "docker", "grep", "kubectl", "mkdir", "systemctl", "tr", "useradd"}
 
 
 @dataclass(frozen=True)

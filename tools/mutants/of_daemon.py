@@ -29,6 +29,14 @@ _DIR_GC = ("tests/stores/test_shared_dir_gc.py",)
 
 DAEMON = (
     Mutation(
+        "up-waits-for-who-reads-its-log",
+        "api/supervisor.py",
+        "lambda: self._stopping)",
+        "lambda: False)",
+        "a daemon whose log nobody reads any more never ends, and neither does `tiered-kv up`",
+        ("tests/daemon/test_up.py::test_up_stops_although_nobody_reads_what_it_prints",),
+    ),
+    Mutation(
         "claims-never-end",
         "server/requests/claims.py",
         "known[0] != owner and known[1] > now:",

@@ -21,6 +21,7 @@ from vllm_tiered_kv.options import (
     mappings,
     parse_options,
     read_yaml,
+    redacted,
     text,
     words,
 )
@@ -169,8 +170,20 @@ def _parse(cls: type[Any], given: Mapping[Any, Any], prefix: str) -> dict[str, A
     return parse_options(cls, [(str(key), f"{prefix}{key}", raw) for key, raw in given.items()])
 
 
+def _refuse_passwords(source: str, value: object) -> None:
+    """What a file says becomes arguments of a process, which every user of the host can list."""
+    for url in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(url, str) and redacted(url) != url:
+            raise ConfigError(
+                source,
+                f"{redacted(url)} has a password, which other users of the host would see among "
+                "the processes; leave it out and set TIERED_KV_REDIS_PASSWORD in the environment",
+            )
+
+
 def _daemon_flags(given: Mapping[str, Any]) -> Iterator[str]:
     for name, value in given.items():
+        _refuse_passwords(f"daemon.{name}", value)
         flag = "--" + name.replace("_", "-")
         for one in _values(f"daemon.{name}", value):
             yield from (flag, one)
@@ -199,6 +212,12 @@ def _word(source: str, value: object) -> str:
     if isinstance(value, (str, int, float)):
         return str(value)
     raise ConfigError(source, f"expected text or a number, got {value!r}")
+
+
+def _variable(source: str, value: object) -> str:
+    if isinstance(value, bool):  # some programs want 1, others true
+        raise ConfigError(source, "is a switch to YAML; write the value in quotes, or as a number")
+    return _word(source, value)
 
 
 def _checked_daemon_options(flags: Sequence[str]) -> Mapping[str, Any]:
@@ -234,8 +253,9 @@ def _server_program(
     if not server.model:
         raise ConfigError(f"{source}.model", "is required: a name or a folder, as vLLM takes it")
     name = server.name or Path(server.model).name
-    env = {key: _word(f"{source}.env.{key}", value) for key, value in server.env.items()}
+    env = {key: _variable(f"{source}.env.{key}", value) for key, value in server.env.items()}
     cache = dict(server.cache)
+    _refuse_passwords(f"{source}.cache.remote", cache.get("remote"))
     if daemon is not None:
         cache.setdefault("remote", str(daemon))
         if needs_keys and cache["remote"] == str(daemon) and not cache.get("remote_key"):
@@ -269,10 +289,11 @@ def _vllm_flags(args: Mapping[str, Any], source: str) -> Iterator[str]:
             raise ConfigError(
                 f"{source}.{name}", f"is set by the key {elsewhere[flag]} of the server"
             )
-        if flag == "ssl-certfile":
+        if flag in ("ssl-certfile", "uds"):
             raise ConfigError(
                 f"{source}.{name}",
-                "`tiered-kv up` waits for /health over plain HTTP; use a proxy with TLS in front",
+                "`tiered-kv up` waits for /health over plain HTTP at the port; for TLS use a "
+                "proxy in front",
             )
         if isinstance(value, bool):
             yield f"--{flag}" if value else f"--no-{flag}"

@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -14,10 +15,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http.client import HTTPException
 from types import FrameType
-from typing import IO, TextIO
+from typing import IO
 
 from vllm_tiered_kv.api.deployment import Deployment, Program
 from vllm_tiered_kv.errors import DeploymentError
@@ -26,32 +27,67 @@ _POLL_S = 0.1
 _PROGRESS_S = 10.0
 _HEALTH_TIMEOUT_S = 2.0
 _LEFTOVERS_S = 5.0  # for processes that outlive the one that started them
+_READER_S = 1.0  # for a reader of our output that may have stopped reading
 _COLORS = ("36", "33", "35", "32", "34")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Screen:
-    """Writes whole lines from several threads. A reader that has gone away ends nothing: the
-    processes must still be stopped."""
+    """Writes whole lines from several threads. A reader that has gone away, or that reads no more,
+    ends nothing and holds up no stop: the processes must still be stopped."""
 
-    def __init__(self, logs: TextIO, own: TextIO) -> None:
+    def __init__(self, logs: int, own: int) -> None:
+        """File descriptors, since a buffered stream keeps a lock while it waits for its reader."""
         self._logs = logs
         self._own = own
-        self._lock = threading.Lock()
+        self._logs_lock = threading.Lock()
+        # Lines to one place must not be mixed; to two, the log must not hold up our own lines.
+        is_same = os.path.sameopenfile(logs, own)
+        self._own_lock = self._logs_lock if is_same else threading.Lock()
+        self._stopping = False
+        self._is_stuck = False
 
     @property
     def has_colors(self) -> bool:
-        return self._logs.isatty()
+        return os.isatty(self._logs)
+
+    def begin_stop(self) -> None:
+        """From now on drops lines that nobody reads: a process that cannot log cannot stop."""
+        self._stopping = True
 
     def show_log(self, line: str) -> None:
-        self._write(self._logs, line)
+        with self._logs_lock:
+            self._write(self._logs, line, lambda: self._stopping)
 
     def say(self, line: str) -> None:
-        self._write(self._own, f"tiered-kv: {line}")
+        """For the main thread, which must see signals: drops a line that nobody reads."""
+        if self._own_lock.acquire(timeout=_READER_S):
+            try:
+                self._write(self._own, f"tiered-kv: {line}", lambda: True)
+            finally:
+                self._own_lock.release()
 
-    def _write(self, out: TextIO, line: str) -> None:
-        with self._lock, contextlib.suppress(OSError, ValueError):
-            print(line, file=out, flush=True)
+    def _write(self, out: int, line: str, gives_up: Callable[[], bool]) -> None:
+        rest = f"{line}\n".encode(errors="replace")
+        with contextlib.suppress(OSError):
+            while rest and self._wait_for_room(out, gives_up):
+                rest = rest[os.write(out, rest[: select.PIPE_BUF]) :]
+
+    def _wait_for_room(self, out: int, gives_up: Callable[[], bool]) -> bool:
+        """False if nobody reads and the line is to be given up."""
+        poll = select.poll()
+        poll.register(out, select.POLLOUT)
+        left_s = 0.0 if self._is_stuck else _READER_S  # of many lines only the first one waits
+        while not poll.poll(min(left_s, _POLL_S) * 1000):
+            if gives_up():
+                left_s -= _POLL_S
+                if left_s <= 0:
+                    self._is_stuck = True
+                    return False
+            else:
+                left_s = _READER_S
+        self._is_stuck = False
+        return True
 
 
 class Running:
@@ -85,9 +121,11 @@ class Running:
 
     def how_it_ended(self) -> str:
         status = self._process.poll()
-        assert status is not None
+        if status is None:  # a driver may keep it in the kernel
+            return "does not end although it was killed"
         if status < 0:
-            return f"was ended by {signal.Signals(-status).name}"
+            known = [one.name for one in signal.Signals if one == -status]  # not real-time ones
+            return f"was ended by {known[0] if known else f'signal {-status}'}"
         return f"ended with status {status}"
 
     def signal(self, number: int) -> None:
@@ -101,7 +139,8 @@ class Running:
                 os.killpg(self._process.pid, 0)
                 time.sleep(_POLL_S)
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LEFTOVERS_S)
         self._reader.join(_LEFTOVERS_S)
 
     def is_healthy(self) -> bool:
@@ -174,7 +213,7 @@ class Supervisor:
             self._running.append(running)
             self._wait_until_healthy(running)
         for program in programs:
-            page = "/metrics" if program.is_daemon else "/v1"
+            page = "/" if program.is_daemon else "/v1"
             url = program.health_url.removesuffix(program.health_path) + page
             self._screen.say(f"  {program.name:{width}}  {url}")
         if self._deployment.daemon_address is not None:
@@ -216,6 +255,7 @@ class Supervisor:
     def _stop_all(self) -> bool:
         """Servers first, together; then the daemon, which writes what they have stored. False if
         one had to be killed, or the daemon lost blocks."""
+        self._screen.begin_stop()
         daemons = [running for running in self._running if running.program.is_daemon]
         servers = [running for running in self._running if not running.program.is_daemon]
         killed = self._stop(servers, self._deployment.stop_timeout_s)
@@ -236,7 +276,11 @@ class Supervisor:
         began = shown = time.monotonic()
         heard, killed = max(self._signals, 1), []
         may_kill = timeout_s is not None
-        while waiting := [running for running in waiting if running.status is None]:
+        while waiting := [
+            running
+            for running in waiting
+            if running.status is None and running.program.name not in killed
+        ]:
             now = time.monotonic()
             late = timeout_s is not None and now - began > timeout_s
             if late or self._signals > heard:
@@ -278,4 +322,4 @@ def _require_free(program: Program) -> None:
 
 
 def standard_screen() -> Screen:
-    return Screen(sys.stdout, sys.stderr)
+    return Screen(sys.stdout.fileno(), sys.stderr.fileno())

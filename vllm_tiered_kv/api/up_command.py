@@ -14,8 +14,8 @@ from vllm_tiered_kv.api.supervisor import Supervisor, standard_screen
 _UP = """\
 Starts what one file describes: a cache daemon, then model servers that use it. Waits for each until
 it is ready, shows what all of them print, and stops them on Ctrl-C or SIGTERM: servers first, the
-daemon last, so that it keeps what they stored. If one of them ends by itself, all are stopped. A
-second Ctrl-C hurries: servers are killed, and the daemon stops without writing.
+daemon last, so that it keeps what they stored. If one of them ends by itself, all are stopped. Each
+further Ctrl-C hurries what it waits for: servers are killed; the daemon stops without writing.
 """
 
 _EXAMPLE = """\

@@ -24,7 +24,7 @@ from vllm_tiered_kv.errors import (
     StoreLockedError,
     TieredKVError,
 )
-from vllm_tiered_kv.options import parse_number, read_yaml
+from vllm_tiered_kv.options import parse_number, read_yaml, redacted
 from vllm_tiered_kv.server.net.descriptors import raise_limit
 from vllm_tiered_kv.server.options import ServerOptions, add_flags
 
@@ -107,7 +107,9 @@ def _run(arguments: Sequence[str]) -> int:
     only_check = flags.pop("check")
     options = ServerOptions.load(read_yaml(file) if file else None, flags)
     if only_check:
-        print(json.dumps(dataclasses.asdict(options), indent=1))
+        _check_addresses(options)
+        facts = dataclasses.asdict(options) | {"backing": redacted(options.backing)}
+        print(json.dumps(facts, indent=1))
         return 0
     logging.basicConfig(
         level=options.log_level.value.upper(),
@@ -115,6 +117,17 @@ def _run(arguments: Sequence[str]) -> int:
         stream=sys.stderr,
     )
     return serve(options)
+
+
+def _check_addresses(options: ServerOptions) -> None:
+    """The rest of what the daemon itself checks before it opens anything."""
+    from vllm_tiered_kv.server.net.endpoints import check_endpoint  # zmq loads slowly
+    from vllm_tiered_kv.server.net.http import parse_address
+
+    for endpoint in options.listen:
+        check_endpoint(endpoint, bool(options.secret_key))
+    if options.http != "off":
+        parse_address(options.http, bool(options.http_token) or options.http_open)
 
 
 def serve(options: ServerOptions) -> int:

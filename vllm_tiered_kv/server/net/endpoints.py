@@ -30,7 +30,7 @@ _MAX_INT = 2**31 - 1
 
 
 def check_endpoint(endpoint: str, has_keys: bool) -> None:
-    """ConfigError unless the daemon may listen on this endpoint."""
+    """ConfigError unless the daemon may listen on this endpoint. Looks at no file."""
     scheme, _, rest = endpoint.partition("://")
     if scheme == "ipc":
         _check_ipc(endpoint, rest)
@@ -72,8 +72,6 @@ def _check_ipc(endpoint: str, path: str) -> None:
             f"{endpoint} is too long: the path of a socket may have at most "
             f"{_MAX_UNIX_PATH - len(ARENA_SUFFIX)} bytes",
         )
-    if not Path(path).parent.is_dir():
-        raise ConfigError("listen", f"{Path(path).parent} is not a folder; create it first")
 
 
 def bind(
@@ -147,6 +145,8 @@ class SocketPathLock:
     def __init__(self, path: str) -> None:
         self._path = path
         lock_path = path + LOCK_SUFFIX
+        if not Path(path).parent.is_dir():
+            raise ConfigError("listen", f"{Path(path).parent} is not a folder; create it first")
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._fd = os.open(lock_path, flags, 0o600)

@@ -3,6 +3,8 @@
 Beyond loopback metrics and facts are for those who send a token, unless the operator says that they
 are open. `/healthz` says no more than whether the daemon is well, and kubelet sends no token. The
 document at `/` holds no facts: it asks its reader for the token, and `/status.json` for the facts.
+On loopback without a token, requests must name loopback as their host: else any web site could have
+its own name resolve to 127.0.0.1, and read the facts through the browser of somebody on this host.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import time
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import TCPServer
 from typing import Any, NamedTuple
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, urlsplit
 
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.server.net.endpoints import is_loopback, is_port
@@ -56,7 +59,7 @@ class HttpServer:
         is_open: bool = False,
         status: StatusPage | None = None,
     ) -> None:
-        """With a `token`, metrics and facts are for those who send it."""
+        """With a `token`, metrics and facts are for those who send it; if `is_open`, for all."""
         host, port = parse_address(address, token is not None or is_open)
         pages: dict[str, Callable[[str], _Answer]] = {
             "/metrics": lambda query: _text(200, metrics()),
@@ -68,7 +71,7 @@ class HttpServer:
             pages["/status.json"] = lambda query: _facts(status, query)
         try:
             kind = _Server6 if ":" in host else _Server
-            self._server = kind((host, port), _handler(pages, token))
+            self._server = kind((host, port), _handler(pages, token, is_open))
         except OSError as error:
             raise ConfigError(
                 "http",
@@ -143,6 +146,10 @@ class _Server(ThreadingHTTPServer):
         self._since: dict[socket.socket, float] = {}  # open connections, oldest first
         self._lock = threading.Lock()
 
+    def server_bind(self) -> None:
+        """Without the lookup of the host's name, for which HTTPServer may wait long."""
+        TCPServer.server_bind(self)
+
     def process_request(self, request: Any, client_address: Any) -> None:
         """Closes the oldest connections above the limit: real monitors send at once."""
         with self._lock:
@@ -182,7 +189,7 @@ class _Server6(_Server):
     address_family = socket.AF_INET6
 
 
-def _handler(pages: Pages, token: str | None) -> type[BaseHTTPRequestHandler]:
+def _handler(pages: Pages, token: str | None, is_open: bool) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         timeout = _REQUEST_TIMEOUT_S
         server_version = "tiered-kv-server"
@@ -202,6 +209,9 @@ def _handler(pages: Pages, token: str | None) -> type[BaseHTTPRequestHandler]:
             elif name not in _PUBLIC and not self._is_admitted():
                 how = "send the token of http_token: Authorization: Bearer TOKEN\n"
                 answer = _text(401, how)
+            elif name not in _PUBLIC and not self._is_asked_by_known_name():
+                how = "ask for localhost or 127.0.0.1, or set http_token or http_open\n"
+                answer = _text(403, how)
             else:
                 answer = page(query)
             self.send_response(answer.status)
@@ -225,6 +235,14 @@ def _handler(pages: Pages, token: str | None) -> type[BaseHTTPRequestHandler]:
             scheme, _, sent = given.partition(" ")
             same = hmac.compare_digest(sent.strip().encode("utf-8", "replace"), token.encode())
             return scheme.lower() == "bearer" and same
+
+        def _is_asked_by_known_name(self) -> bool:
+            if token is not None or is_open or (host := self.headers.get("Host")) is None:
+                return True  # browsers always send it
+            try:
+                return is_loopback(urlsplit(f"//{host}").hostname or "")
+            except ValueError:
+                return False
 
         def log_message(self, format: str, *args: Any) -> None:
             logger.debug("http: " + format, *args)
