@@ -155,6 +155,9 @@ def test_flush_returns_when_blocks_are_on_disk(
         stored(daemon, "m")
         assert main(["flush", daemon.endpoint]) == 0
         assert "everything is written" in capsys.readouterr().out
+        assert main(["flush", daemon.ipc, "--json"]) == 0
+        (told,) = json.loads(capsys.readouterr().out)
+        assert (told["address"], told["error"]) == (daemon.ipc, "")
         daemon.kill()
         daemon.restart()
         with RawClient(daemon.endpoint) as client:

@@ -129,6 +129,7 @@ def add_daemon_commands(commands: argparse._SubParsersAction[argparse.ArgumentPa
         commands, "flush", _flush, "write what daemons hold to their disks", _FLUSH, _FLUSH_EXAMPLES
     )
     parser.set_defaults(timeout=_SLOW_S)
+    parser.add_argument("--json", action="store_true", help="print a list of JSON objects")
 
 
 def _add(
@@ -327,8 +328,9 @@ def _looks(
 
 def _flush(given: argparse.Namespace) -> int:
     curve = arguments.curve_keys(given)
-    failed = False
+    results = []
     for address in given.address:
+        error = ""
         with (
             Inquiry(address, given.timeout, curve) as daemon,
             Inquiry(address, min(given.timeout, 5.0), curve) as watched,
@@ -343,12 +345,16 @@ def _flush(given: argparse.Namespace) -> int:
             except KeyboardInterrupt:
                 daemon.interrupt()
                 raise
-            except NoAnswerError as error:
+            except NoAnswerError as failure:
+                error = str(failure)
                 print(f"tiered-kv: {error}", file=sys.stderr)
-                failed = True
-            else:
-                print(f"{address}: everything is written ({time.monotonic() - began:.1f} s)")
-    return 1 if failed else 0
+            seconds = round(time.monotonic() - began, 1)
+        results.append({"address": str(address), "seconds": seconds, "error": error})
+        if not (error or given.json):
+            print(f"{address}: everything is written ({seconds} s)")
+    if given.json:
+        print(json.dumps(results, indent=1))
+    return 1 if any(result["error"] for result in results) else 0
 
 
 def _print_pending(address: str, daemon: Inquiry) -> None:
