@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import io
 import json
 import signal
@@ -256,6 +257,39 @@ def test_rm_removes_one_namespace_from_memory_and_ssd_for_good(
             assert set(client.stats()["blocks"].values()) == {0}
         daemon.terminate()
     assert main(["verify", str(folder / "ssd")]) == 0
+
+
+def test_rm_beside_clients_that_store_and_read_leaves_only_what_came_later(folder: Path) -> None:
+    ssd = ("--ssd", str(folder / "ssd"), "--ssd-space", "128MiB")
+    with DaemonProcess(folder, "--memory", "1MiB", *ssd) as daemon:
+        fill(daemon, NAMESPACE, "m")
+        is_over = threading.Event()
+
+        def use() -> None:
+            with RawClient(daemon.endpoint) as client:
+                client.hello(client="m")
+                while not is_over.is_set():
+                    for start in range(0, COUNT, 50):
+                        client.put(blocks(50, start=start))
+                        found = client.get([key(n) for n in range(start, start + 50)], stream=True)
+                        assert found.items() <= blocks(50, start=start).items()
+
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            users = [pool.submit(use) for _ in range(2)]
+            for _ in range(5):
+                assert main(["rm", "m", daemon.endpoint, "--yes"]) == 0
+            is_over.set()
+            for user in users:
+                user.result()
+        assert main(["rm", "m", daemon.endpoint, "--yes"]) == 0
+        assert left(daemon, NAMESPACE) == 0
+        with RawClient(daemon.endpoint) as client:
+            client.hello()
+            stats = client.stats()
+        assert (stats["used_bytes"]["memory"], stats["blocks"]["ssd"]) == (0, 0)
+        assert not stats.get("errors")
+        assert daemon.terminate() == 0
+        assert "Traceback" not in daemon.logs
 
 
 def test_rm_asks_first(
