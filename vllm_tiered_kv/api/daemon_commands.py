@@ -107,7 +107,15 @@ def add_daemon_commands(commands: argparse._SubParsersAction[argparse.ArgumentPa
     parser = _add(commands, "ls", _list, "list the namespaces of daemons", _LS, _LS_EXAMPLES)
     parser.add_argument("--json", action="store_true", help="print a list of JSON objects")
 
-    parser = _add(commands, "rm", _remove, "remove namespaces from daemons", _RM, _RM_EXAMPLES)
+    parser = _add(
+        commands,
+        "rm",
+        _remove,
+        "remove namespaces from daemons",
+        _RM,
+        _RM_EXAMPLES,
+        takes_name=True,
+    )
     parser.set_defaults(timeout=_SLOW_S)
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument("--json", action="store_true", help="print one JSON object; needs --yes")
@@ -140,6 +148,7 @@ def _add(
     description: str,
     epilog: str,
     nargs: str | None = "+",
+    takes_name: bool = False,
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         name,
@@ -150,7 +159,7 @@ def _add(
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)
-    if name == "rm":
+    if takes_name:
         parser.add_argument("name", metavar="NAME", help="start of a namespace, or a model's name")
     parser.add_argument(
         "address",
