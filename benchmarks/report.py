@@ -23,6 +23,7 @@ from benchmarks.sections import (
     eviction,
     fleet,
     overview,
+    published,
     throughput,
     tiers,
 )
@@ -48,6 +49,7 @@ SECTIONS: list[Callable[[Results], str]] = [
     tiers.pinning_section,
     tiers.load_or_compute_section,
     fleet.section,
+    published.section,
 ]
 PLOTS: list[Callable[[Results], list[Plot]]] = [
     chats.plots,

@@ -12,13 +12,15 @@ manylinux_2_35 wheel. For older systems `--all` builds in the manylinux_2_28 ima
 cibuildwheel, whose settings are in pyproject.toml; its last step is `--repair`.
 
 The variables of setup.py apply; TIERED_KV_CUDA is 1 unless it is set, so that a missing nvcc is an
-error. Needs nothing but the standard library.
+error. With RELEASE_TAG, the tag that is built, nothing is built unless that is the version's and
+CHANGELOG.md says when it is released. Needs nothing but the standard library.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -53,6 +55,16 @@ class Tools:
         done = subprocess.run([str(self._programs / "python"), *arguments], env=environment)
         if done.returncode != 0:
             raise BuildError(f"{' '.join(arguments)} ended with status {done.returncode}")
+
+
+def check_release(root: Path, tag: str) -> None:
+    text = (root / PACKAGE / "__init__.py").read_text()
+    (version,) = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    if tag != f"v{version}":
+        raise BuildError(f"the tag is {tag} and the version {version}")
+    dated = rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$"
+    if not re.search(dated, (root / "CHANGELOG.md").read_text(), re.MULTILINE):
+        raise BuildError(f"CHANGELOG.md has no heading of {version} with the day of its release")
 
 
 def build(tools: Tools, scratch: Path, out: Path) -> Path:
@@ -107,6 +119,8 @@ def main() -> int:
     )
     given = parser.parse_args()
     try:
+        if tag := os.environ.get("RELEASE_TAG"):
+            check_release(ROOT, tag)
         with tempfile.TemporaryDirectory() as folder:
             tools = Tools(Path(folder, "tools"))
             if given.repair is not None:

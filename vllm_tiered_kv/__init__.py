@@ -1,3 +1,3 @@
 """A KV cache for vLLM that goes on past the GPU."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -286,11 +286,15 @@ def memory_and_wire(data: dict[str, Any]) -> str:
     copies = {**{name: name for name in _COPIES}, **swaps}
     shapes = cells.values("shape")
     rows = [
-        [shape, *(number(cells.seconds(shape=shape, what=what), 4) for what in copies.values())]
+        [shape, *(_time(cells, 4, shape=shape, what=what) for what in copies.values())]
         for shape in shapes
     ]
     return (
-        _intro(data, "{batches} x {blocks} blocks of 16 tokens. Copies in memory:")
+        _intro(
+            data,
+            "{batches} x {blocks} blocks of 16 tokens; medians of {repetitions} repetitions, and "
+            "their range where it is more than a tenth. Copies in memory:",
+        )
         + table(["model", *(f"{what} (s)" for what in copies)], rows)
         + "\nPlain zmq; delta is the multiple of the plain copy:\n\n"
         + _multiples(cells, shapes, {kind: kind for kind in ("tcp", "ipc", "inproc")})
@@ -304,16 +308,25 @@ def _multiples(cells: Cells, shapes: Iterable[str], columns: dict[str, str]) -> 
     rows = []
     for shape in shapes:
         base = {"shape": shape, "what": _NAIVE}
-        times = [cells.seconds(shape=shape, what=what) for what in (_NAIVE, *columns.values())]
+        times = [_time(cells, 3, shape=shape, what=what) for what in (_NAIVE, *columns.values())]
         deltas = [cells.ratio({"shape": shape, "what": w}, base) for w in columns.values()]
         rows.append(
             [
                 shape,
-                *(number(value, 3) for value in times),
+                *times,
                 *(number(value, 2) for value in deltas),
             ]
         )
     return table(header, rows)
+
+
+def _time(cells: Cells, digits: int, **labels: Any) -> str:
+    """The median, and the range where it is more than a tenth of it."""
+    seconds, ends = cells.seconds(**labels), cells.range(**labels)
+    shown = number(seconds, digits)
+    if seconds is None or ends is None or ends[1] - ends[0] <= 0.1 * seconds:
+        return shown
+    return f"{shown} ({' … '.join(number(end, digits) for end in ends)})"
 
 
 def _intro(data: dict[str, Any], text: str) -> str:

@@ -227,13 +227,17 @@ def _token_cache(result: Result) -> str:
     data = result.data
     rows = []
     for name, row in data["rows"].items():
-        query, update = (row[f"{action}_mib_per_s"]["median"] for action in ("query", "update"))
+        speeds = [row[f"{action}_mib_per_s"] for action in ("query", "update")]
         per_token = data["token_bytes"] / 2**20
         rows.append(
             [
                 name if name != "disk" else f"the disk, by {data['disk_by']}",
-                *(number(speed / per_token, 0) for speed in (query, update)),
-                *(number(speed, 0) for speed in (query, update)),
+                *(number(speed["median"] / per_token, 0) for speed in speeds),
+                *(
+                    f"{number(speed['median'], 0)} "
+                    f"({number(speed['min'], 0)} … {number(speed['max'], 0)})"
+                    for speed in speeds
+                ),
                 *(number(row[f"{action}_of_disk"], 2) for action in ("query", "update")),
             ]
         )

@@ -241,6 +241,7 @@ def _open(
 _NAMESPACE = bytes(range(32))
 _TIMEOUT_S = 120.0
 _MEMORY_FACTOR = 4  # replies and messages get a share of the daemon's memory each
+_COPIES_HELD = 2 + 2 + 2 * _MEMORY_FACTOR  # both ends, both peers, the daemon; twice for safety
 
 
 @dataclass(frozen=True)
@@ -259,6 +260,12 @@ def measure(pool: EnginePool, record: Record, sizes: Sizes) -> None:
     for shape in SHAPES:
         if record.over:
             return
+        needed = _COPIES_HELD * sizes.batches * sizes.blocks * shape.block_bytes
+        if needed > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2:
+            record.note(
+                shape.name, f"{shape.name} is left out: it needs more memory than there is."
+            )
+            continue
         if cuda.available():  # beside the copies in memory, as the originals have it
             swaps = block_swap.measure(shape, sizes.batches, sizes.blocks, sizes.repetitions)
             for what, times_of_one in swaps.items():

@@ -61,6 +61,8 @@ class Record:
         assert cell["requests"] == requests, f"{labels} with {requests} requests"
         repetitions.append(round(seconds, 6))
         cell["seconds"] = round(statistics.median(repetitions), 6)
+        if len(repetitions) > 1:
+            cell["range"] = [min(repetitions), max(repetitions)]
         shown = " ".join(f"{key}={value}" for key, value in labels.items())
         self.say(f"{shown}: {seconds:.4f} s, {requests / seconds:.2f}/s")
         self.save()
@@ -93,7 +95,7 @@ class Record:
         save(self._out, self._content, {"engines": self._engines, "samples": samples})
 
 
-_NOT_LABELS = ("requests", "seconds", "loaded_blocks")
+_NOT_LABELS = ("requests", "seconds", "range", "loaded_blocks")
 
 
 class Cells:
@@ -117,6 +119,14 @@ class Cells:
         """The median of all repetitions."""
         cell = self.find(**labels)
         return None if cell is None else cell["seconds"]
+
+    def range(self, **labels: Any) -> tuple[float, float] | None:
+        """The shortest and the longest repetition, where there are several."""
+        cell = self.find(**labels)
+        if cell is None or "range" not in cell:
+            return None
+        low, high = cell["range"]
+        return low, high
 
     def rate(self, **labels: Any) -> float | None:
         """Requests per second."""

@@ -20,10 +20,9 @@ import zmq
 
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.daemon_process import DaemonProcess
-from tests.daemon.raw_client import NAMESPACE, RawClient, Refused, attach, block, key, wire
+from tests.daemon.raw_client import RawClient, Refused, attach, block, key, wire
 from tests.patience import eventually
 from vllm_tiered_kv.config import Eviction
-from vllm_tiered_kv.core.store import key_prefix
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.server.net.endpoints import bind
 from vllm_tiered_kv.server.net.limits import ClientLimits
@@ -153,7 +152,7 @@ def test_options_wrong_value_is_named_in_error(file: dict[str, object], sentence
         (["--memory", "lots"], "--memory: 'lots' is not a size"),
         (["--memry", "1GiB"], "--memry: unknown argument; did you mean --memory?"),
         (["--ssdspace=1GiB"], "did you mean --ssd-space?"),
-        (["stauts", "tcp://127.0.0.1:9527"], "stauts: unknown argument; did you mean status?"),
+        (["kegyen", "keys"], "kegyen: unknown argument; did you mean keygen?"),
         (["--eviction", "lrru"], 'did you mean "lru"?'),
         (["frobnicate"], "frobnicate: unknown argument; --help lists the options"),
         (["--listen", "tcp://0.0.0.0:9527"], "can be reached from other hosts, which needs keys"),
@@ -212,9 +211,8 @@ def test_help_shows_examples_and_commands() -> None:
     done = run("--help")
     assert done.returncode == 0
     assert "examples:" in done.stdout
-    for command in ("keygen", "verify", "status"):
-        assert run(command, "--help").returncode == 0
-        assert f"tiered-kv-server {command}" in done.stdout
+    assert run("keygen", "--help").returncode == 0
+    assert "tiered-kv-server keygen" in done.stdout
 
 
 def test_keygen_writes_private_keys_and_never_overwrites(folder: Path) -> None:
@@ -234,38 +232,12 @@ def test_keygen_writes_private_keys_and_never_overwrites(folder: Path) -> None:
     assert not (folder / "other").exists()
 
 
-def test_verify_without_ssd_folder_is_usage_error(folder: Path) -> None:
-    for where, sentence in (
-        (folder, "it has no FORMAT file"),
-        (folder / "nowhere", "there is no such folder"),
-    ):
-        done = run("verify", str(where))
-        assert done.returncode == 2
-        assert sentence in done.stderr
-        assert "Traceback" not in done.stderr
-
-
-def test_status_shows_properties_and_statistics(start: StartDaemon, connect: Connect) -> None:
+def test_names_of_clients_cannot_forge_lines_of_the_log(start: StartDaemon) -> None:
     daemon = start()
-    connect(daemon.endpoint).put({key(1): block(1)})
-    for endpoint in (daemon.endpoint, daemon.ipc):
-        done = run("status", endpoint)
-        assert done.returncode == 0
-        assert "tiered-kv-server" in done.stdout
-        assert "put_blocks             stored 1" in done.stdout
-        row = f"namespace {key_prefix(NAMESPACE).hex()}  memory 1 blocks, 4.0KiB  'test'"
-        assert row in done.stdout.splitlines()
-    told = json.loads(run("status", daemon.endpoint, "--json").stdout)
-    assert told["info"]["by_namespace"][key_prefix(NAMESPACE).hex()]["memory_blocks"] == 1
-    assert told["stats"]["put_blocks"] == {"stored": 1}
     attach(daemon.ipc_path, {"protocol": 1, "client": "me\nE forged"}).close()
     eventually(lambda: "has ended" in daemon.logs)
     assert "me\\nE forged" in daemon.logs
     assert "\nE forged" not in daemon.logs
-    daemon.kill()
-    done = run("status", daemon.endpoint, "--timeout", "0.2")
-    assert done.returncode == 1
-    assert "no answer" in done.stderr
 
 
 def test_daemon_with_huge_stall_timeout_starts(start: StartDaemon) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import io
 import json
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -12,11 +15,24 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
-from tests.daemon.raw_client import NAMESPACE, RawClient, block, key
+from tests.daemon.raw_client import (
+    KEY_BYTES,
+    NAMESPACE,
+    RawClient,
+    attach,
+    block,
+    blocks,
+    key,
+    wire,
+)
+from tests.remote.faulty_daemon import FaultyDaemon
 from vllm_tiered_kv.api import doctor
 from vllm_tiered_kv.api.cli import main
+from vllm_tiered_kv.api.daemon_commands import namespaces_named
 from vllm_tiered_kv.api.doctor import Level
-from vllm_tiered_kv.core.store import key_prefix
+from vllm_tiered_kv.core.store import Durability, PutResult, key_prefix
+from vllm_tiered_kv.device.shared_arena import SharedArena
+from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.remote.address import ServerAddress
 from vllm_tiered_kv.remote.inquiry import Inquiry, NoAnswerError
 
@@ -140,6 +156,9 @@ def test_flush_returns_when_blocks_are_on_disk(
         stored(daemon, "m")
         assert main(["flush", daemon.endpoint]) == 0
         assert "everything is written" in capsys.readouterr().out
+        assert main(["flush", daemon.ipc, "--json"]) == 0
+        (told,) = json.loads(capsys.readouterr().out)
+        assert (told["address"], told["error"]) == (daemon.ipc, "")
         daemon.kill()
         daemon.restart()
         with RawClient(daemon.endpoint) as client:
@@ -150,16 +169,187 @@ def test_flush_returns_when_blocks_are_on_disk(
         assert "no answer" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["ls", "top", "flush"])
+@pytest.mark.parametrize("command", ["status", "ls", "rm", "top", "flush"])
 def test_commands_say_what_is_wrong_with_an_address_or_with_keys(
     command: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    words = [command, "model"] if command == "rm" else [command]
     with pytest.raises(SystemExit) as ended:
-        main([command, "http://x"])
+        main([*words, "http://x"])
     assert ended.value.code == 2
     assert "tcp://" in capsys.readouterr().err
+    for timeout in ("-1", "0", "nan", "inf", "soon"):
+        with pytest.raises(SystemExit):
+            main([*words, "tcp://127.0.0.1:1", f"--timeout={timeout}"])
+        assert "--timeout: expected" in capsys.readouterr().err
     absent = f"ipc://{folder}/none.sock"
-    assert main([command, absent]) == 1
+    assert main([*words, absent]) == 1
     assert "No such file" in capsys.readouterr().err
-    assert main([command, absent, "--remote-key", "x"]) == 2
+    assert main([*words, absent, "--remote-key", "x"]) == 2
     assert "--remote-server-key" in capsys.readouterr().err
+
+
+def test_status_shows_what_daemons_did_since_their_start_and_names_those_that_are_gone(
+    daemon: DaemonProcess, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored(daemon, "Qwen/Qwen3-8B")
+    assert main(["status", daemon.endpoint, daemon.ipc]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("puts     stored 3\n") == 2
+    assert printed.count("Qwen/Qwen3-8B") == 2
+    assert "/s" not in printed.replace("blocks", "").replace("/sock", "")
+    assert main(["status", f"ipc://{folder}/none.sock", daemon.ipc, "--json"]) == 1
+    captured = capsys.readouterr()
+    assert "No such file" in captured.err
+    (look,) = json.loads(captured.out)
+    assert (look["address"], look["stats"]["put_blocks"]) == (daemon.ipc, {"stored": 3})
+
+
+# ---- rm -----------------------------------------------------------------------------------------
+
+OTHER = bytes([9]) * 32
+COUNT = 400  # more than the memory below holds
+
+
+def fill(daemon: DaemonProcess, namespace: bytes, model: str) -> None:
+    with RawClient(daemon.endpoint) as client:
+        client.hello(client=model, namespace=namespace)
+        for start in range(0, COUNT, 50):
+            client.put(blocks(50, start=start), Durability.DISK)
+
+
+def left(daemon: DaemonProcess, namespace: bytes) -> int:
+    """How many blocks of the namespace can be read."""
+    with RawClient(daemon.endpoint) as client:
+        client.hello(namespace=namespace, block_bytes=())
+        return sum(tier != wire.TierCode.MISS for tier in client.tiers(list(blocks(COUNT))))
+
+
+def test_rm_removes_one_namespace_from_memory_and_ssd_for_good(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ssd = ("--ssd", str(folder / "ssd"), "--ssd-space", "128MiB")
+    with DaemonProcess(folder, "--memory", "1MiB", *ssd) as daemon:
+        fill(daemon, NAMESPACE, "Qwen/Qwen3-8B")
+        fill(daemon, OTHER, "another model")
+        assert (left(daemon, NAMESPACE), left(daemon, OTHER)) == (COUNT, COUNT)
+        name = key_prefix(NAMESPACE).hex()
+        assert main(["rm", name[:8].upper(), daemon.endpoint, "--yes", "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told == {
+            "removed_blocks": COUNT,
+            "namespaces": [name],
+            "notes": [],
+            "errors": [],
+        }
+        assert (left(daemon, NAMESPACE), left(daemon, OTHER)) == (0, COUNT)
+        daemon.kill()
+        daemon.restart()
+        assert (left(daemon, NAMESPACE), left(daemon, OTHER)) == (0, COUNT)
+        with RawClient(daemon.endpoint) as client:
+            client.hello(namespace=OTHER)
+            wanted = blocks(COUNT)
+            assert client.get(list(wanted), stream=True) == wanted
+        assert main(["rm", key_prefix(OTHER).hex(), daemon.endpoint, "--yes"]) == 0
+        assert f"{COUNT} blocks of 1 namespaces are removed" in capsys.readouterr().out
+        with RawClient(daemon.endpoint) as client:
+            client.hello()
+            assert set(client.stats()["blocks"].values()) == {0}
+        daemon.terminate()
+    assert main(["verify", str(folder / "ssd")]) == 0
+
+
+def test_rm_beside_clients_that_store_and_read_leaves_only_what_came_later(folder: Path) -> None:
+    ssd = ("--ssd", str(folder / "ssd"), "--ssd-space", "128MiB")
+    with DaemonProcess(folder, "--memory", "1MiB", *ssd) as daemon:
+        fill(daemon, NAMESPACE, "m")
+        is_over = threading.Event()
+
+        def use() -> None:
+            with RawClient(daemon.endpoint) as client:
+                client.hello(client="m")
+                while not is_over.is_set():
+                    for start in range(0, COUNT, 50):
+                        client.put(blocks(50, start=start))
+                        found = client.get([key(n) for n in range(start, start + 50)], stream=True)
+                        assert found.items() <= blocks(50, start=start).items()
+
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            users = [pool.submit(use) for _ in range(2)]
+            for _ in range(5):
+                assert main(["rm", "m", daemon.endpoint, "--yes"]) == 0
+            is_over.set()
+            for user in users:
+                user.result()
+        assert main(["rm", "m", daemon.endpoint, "--yes"]) == 0
+        assert left(daemon, NAMESPACE) == 0
+        with RawClient(daemon.endpoint) as client:
+            client.hello()
+            stats = client.stats()
+        assert (stats["used_bytes"]["memory"], stats["blocks"]["ssd"]) == (0, 0)
+        assert not stats.get("errors")
+        assert daemon.terminate() == 0
+        assert "Traceback" not in daemon.logs
+
+
+def test_rm_asks_first(
+    daemon: DaemonProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(daemon, "m/1")
+    for answer in ("", "\n", "no\n"):
+        monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+        assert main(["rm", "m/1", daemon.endpoint]) == 1
+        captured = capsys.readouterr()
+        assert key_prefix(NAMESPACE).hex() in captured.out
+        assert "nothing was removed" in captured.err
+        assert left(daemon, NAMESPACE) == 3
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert main(["rm", "m/1", daemon.endpoint]) == 0
+    assert left(daemon, NAMESPACE) == 0
+    assert main(["rm", "m/1", daemon.endpoint, "--json"]) == 2
+    assert "give --yes too" in capsys.readouterr().err
+    assert main(["rm", "m/2", daemon.endpoint, "--yes"]) == 1
+    assert "`tiered-kv ls` lists them" in capsys.readouterr().err
+
+
+def test_rm_ends_pins_and_leaves_leased_blocks_to_their_readers(daemon: DaemonProcess) -> None:
+    attached = attach(daemon.ipc_path)
+    arena = SharedArena.attach(attached.fd, attached.answer["capacity"])
+    wanted = blocks(8)
+    with RawClient(daemon.ipc) as client:
+        client.hello(client="m", arena=attached.token)
+        client.put(wanted)
+        assert client.ask(wire.Pin(KEY_BYTES, list(wanted), 3_600_000)).count == 8
+        lent = client.borrow(list(wanted))
+        reserved = client.reserve({key(100): 4096})
+        assert main(["rm", "m", daemon.ipc, "--yes"]) == 0
+        assert client.tiers(list(wanted)) == [0] * 8
+        stats = client.stats()
+        assert (stats["pins"], stats["leases"]) == (0, 9)
+        for start in range(1000, 6000, 500):  # more than the memory holds
+            client.put(blocks(500, start=start))
+        offsets = struct.unpack("<8Q", lent.offsets)
+        assert [bytes(arena.view(n, 4096)) for n in offsets] == list(wanted.values())
+        arena.view(reserved.offsets[0], 4096)[:] = block(100)
+        assert client.seal(reserved.leases) == [PutResult.STORED]
+        assert client.release([lent.lease]) == 1
+        assert client.get([key(100)]) == {key(100): block(100)}
+    arena.close()
+    attached.connection.close()
+
+
+def test_rm_does_not_ask_what_a_daemon_cannot_do() -> None:
+    with FaultyDaemon() as older, Inquiry(ServerAddress.parse(older.address), 5.0) as inquiry:
+        with pytest.raises(NoAnswerError, match="update the daemon"):
+            inquiry.delete_namespace(bytes(16))
+
+
+def test_names_for_rm_are_of_a_model_or_begin_a_namespace() -> None:
+    rows = {"ab12" * 8: {"client": "m"}, "ab13" * 8: {"client": "m"}, "cd00" * 8: {"client": "ab1"}}
+    assert len(namespaces_named("m", rows)) == 2
+    assert list(namespaces_named("AB12", rows)) == ["ab12" * 8]
+    assert list(namespaces_named("ab1", rows)) == ["cd00" * 8]
+    assert namespaces_named("cd0", rows) == {}, "too short"
+    rows["ab12" * 7 + "ffff"] = {"client": ""}
+    with pytest.raises(ConfigError, match="begins 2 namespaces"):
+        namespaces_named("ab12", rows)

@@ -104,23 +104,6 @@ def test_file_in_place_of_folder_is_refused(folder: Path) -> None:
     assert f"backing: {file} cannot be used: Not a directory" in said
 
 
-@pytest.mark.parametrize("timeout", ["-1", "0", "nan", "inf", "soon"])
-def test_status_with_bad_timeout_is_refused(timeout: str) -> None:
-    assert "--timeout: expected" in refusal("status", "tcp://127.0.0.1:1", f"--timeout={timeout}")
-
-
-@pytest.mark.parametrize(
-    "address", ["nonsense", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "ipc://x"]
-)
-def test_status_of_bad_address_is_refused(address: str) -> None:
-    assert f"status: {address!r} is not" in refusal("status", address)
-
-
-def test_status_without_listener_fails(folder: Path) -> None:
-    said = refusal("status", f"ipc://{folder}/kv.sock", "--timeout", "600", status=1)
-    assert f"ipc://{folder}/kv.sock: No such file or directory" in said
-
-
 def test_keygen_failing_midway_leaves_no_file(folder: Path) -> None:
     keygen = "import sys, vllm_tiered_kv.server.cli as cli; sys.exit(cli.main(sys.argv[1:]))"
     command = [sys.executable, "-c", keygen, "keygen", str(folder / "keys"), "server"]

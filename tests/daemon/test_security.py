@@ -12,6 +12,7 @@ from tests.daemon.conftest import StartDaemon
 from tests.daemon.daemon_process import DaemonProcess
 from tests.daemon.raw_client import KEY_BYTES, RawClient, Refused, attach, block, key, wire
 from tests.daemon.test_cli import run
+from vllm_tiered_kv.api.cli import main
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.errors import ErrorCode
 from vllm_tiered_kv.server.net.curve import load_server_keys, write_key_pair
@@ -80,6 +81,7 @@ def test_read_only_client_cannot_write(daemon: DaemonProcess, keys: Keys) -> Non
         for request, payload in [
             (wire.Put(KEY_BYTES, [], [], [], [], Durability.MEMORY), []),
             (wire.Delete(KEY_BYTES, [key(1)]), []),
+            (wire.DeleteNamespace(bytes(16)), []),
             (wire.Pin(KEY_BYTES, [key(1)], 1000), []),
             (wire.Claim(KEY_BYTES, [key(1)], bytes(16), 1000), []),
         ]:
@@ -197,13 +199,26 @@ def test_wrong_key_file_is_named_in_error(keys: Keys, folder: Path) -> None:
         assert sentence in done.stderr
 
 
-def test_status_with_keys_connects(daemon: DaemonProcess, keys: Keys) -> None:
-    server_key = str(keys.folder / "server.key")
-    own = str(keys.folder / "clients" / "reader.key_secret")
-    for endpoint in (daemon.endpoint, daemon.ipc):
-        done = run("status", endpoint, "--server-key", server_key, "--secret-key", own)
-        assert done.returncode == 0
-        assert "capacity_bytes" in done.stdout
+def test_commands_with_keys_connect_and_a_read_only_one_removes_nothing(
+    daemon: DaemonProcess, keys: Keys, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with keys.connect(daemon.endpoint, "writer") as writer:
+        writer.hello(client="a model")
+        writer.put({key(1): block(1)})
+
+        def command(who: str, *words: str) -> int:
+            secret = str(keys.folder / "clients" / f"{who}.key_secret")
+            server = str(keys.folder / "server.key")
+            return main([*words, "--remote-key", secret, "--remote-server-key", server])
+
+        for endpoint in (daemon.endpoint, daemon.ipc):
+            assert command("reader", "status", endpoint) == 0
+            assert "memory   [" in capsys.readouterr().out
+        assert command("reader", "rm", "a model", daemon.endpoint, "--yes") == 1
+        assert "read-only" in capsys.readouterr().err
+        assert writer.tiers([key(1)]) == [1]
+        assert command("writer", "rm", "a model", daemon.endpoint, "--yes") == 0
+        assert writer.tiers([key(1)]) == [0]
 
 
 def test_zmq_supports_curve() -> None:

@@ -27,7 +27,7 @@ SMALL = ("--memory", "4MiB", "--ssd-space", "64MiB")
 
 def verify(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "vllm_tiered_kv.server.cli", "verify", str(folder)],
+        [sys.executable, "-m", "vllm_tiered_kv.api.cli", "verify", str(folder)],
         capture_output=True,
         text=True,
         timeout=60,

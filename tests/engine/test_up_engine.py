@@ -21,9 +21,13 @@ ROOT = Path(__file__).parents[2]
 START_S = 300.0
 
 
+def bench_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "vllm_tiered_kv.api.cli", "bench", *arguments]
+
+
 def bench(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "vllm_tiered_kv.api.cli", "bench", *arguments],
+        bench_command(*arguments),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -34,7 +38,7 @@ def bench(*arguments: str) -> str:
     return done.stdout
 
 
-def test_up_serves_a_model_whose_prompts_come_from_each_tier(
+def test_up_serves_a_model_whose_prompts_come_from_each_tier_and_after_a_restart_from_the_ssd(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)  # as servers do
@@ -43,7 +47,13 @@ def test_up_serves_a_model_whose_prompts_come_from_each_tier(
     port, daemon = free_port(), f"ipc://{folder}/kv.sock"
     args = {"dtype": "float32", "max_model_len": 2048, "enforce_eager": True, "block_size": 32}
     content = {
-        "daemon": {"memory": "256MiB", "listen": daemon, "http": f"127.0.0.1:{free_port()}"},
+        "daemon": {
+            "memory": "256MiB",
+            "ssd": str(folder / "ssd"),
+            "ssd_space": "256MiB",
+            "listen": daemon,
+            "http": f"127.0.0.1:{free_port()}",
+        },
         "servers": [
             {
                 "model": str(ensure_model()),
@@ -62,17 +72,36 @@ def test_up_serves_a_model_whose_prompts_come_from_each_tier(
         eventually(lambda: "all is ready" in run.text, START_S)
         url, prompts = f"http://127.0.0.1:{port}", str(folder / "prompts.jsonl")
         bench("inputs", prompts, "--length", "600", "--count", "2", "--url", url)
-        table = json.loads(bench("speed", prompts, "--url", url, "--daemon", daemon, "--json"))
-        assert [(row["row"], row["served_by"]) for row in table["rows"]] == [
+        shown = bench("stress", prompts, "--url", url).splitlines()
+        assert [line.split()[2::2] for line in shown[1:]] == [["computed"], ["gpu", "computed"]]
+        speed = subprocess.Popen(
+            bench_command(
+                "speed", prompts, "--url", url, "--daemon", daemon, "--restarts=1", "--json"
+            ),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert speed.stderr is not None
+        while "restart the server now" not in (line := speed.stderr.readline()):
+            assert line, "it ended"
+        run.signal()
+        assert run.end() == 0
+        run = Up(file)
+        output, _ = speed.communicate(timeout=START_S)
+        assert speed.returncode == 0
+        rows = json.loads(output)["rows"]
+        assert [(row["row"], row["served_by"]) for row in rows] == [
             ("first", "computed"),
             ("GPU", "gpu"),
             ("CPU tier", "cpu"),
             ("daemon", "remote(memory)"),
+            ("after restart 1", "remote(ssd)"),
+            ("GPU", "gpu"),
         ]
-        assert all(abs(row["prompt_tokens"] - 600) <= 7 for row in table["rows"])
-        assert table["rows"][0]["tokens"]["computed"] == table["rows"][0]["prompt_tokens"]
-        shown = bench("stress", prompts, "--url", url).splitlines()
-        assert [line.split()[2::2] for line in shown[1:]] == [["computed"], ["gpu", "computed"]]
+        assert all(abs(row["prompt_tokens"] - 600) <= 7 for row in rows)
+        assert rows[0]["tokens"]["computed"] == rows[0]["prompt_tokens"]
     finally:
         run.signal()
         status = run.end()

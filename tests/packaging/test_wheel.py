@@ -12,6 +12,8 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tempfile
+import time
 import venv
 import zipfile
 from dataclasses import dataclass
@@ -223,6 +225,34 @@ def test_the_wheel_works_where_there_is_only_numpy(built: Built, tmp_path: Path)
     )
     printed = call(python, "-I", "-c", GATHER, cwd=tmp_path)
     assert Path(printed.strip()).is_relative_to(site)
+
+
+@pytest.mark.parametrize("kind", ["sdist", "wheel"])
+def test_daemon_and_commands_run_where_pip_installed_it(built: Built, kind: str) -> None:
+    """With the dependencies that it names and nothing else; the archive is compiled by pip."""
+    with tempfile.TemporaryDirectory(prefix="kv-") as name:  # short: it is the path of a socket
+        folder = Path(name)
+        venv.create(folder / "fresh", with_pip=True, symlinks=True)
+        programs = folder / "fresh" / "bin"
+        source = built.sdist if kind == "sdist" else built.wheel
+        install = [programs / "python", "-m", "pip", "install", f"{source}[server]"]
+        call(*install, cwd=folder, TIERED_KV_CUDA="0")
+        version = built.metadata()["Version"]
+        for program in ("tiered-kv", "tiered-kv-server"):
+            printed = call(programs / program, "--version", cwd=folder)
+            assert printed == f"{program} {version}\n"
+        address = f"ipc://{folder}/kv.sock"
+        options = ["--memory", "4MiB", "--listen", address, "--http", "off"]
+        with subprocess.Popen([programs / "tiered-kv-server", *options], cwd=folder) as daemon:
+            try:
+                while not (folder / "kv.sock").exists():
+                    assert daemon.poll() is None
+                    time.sleep(0.05)
+                printed = call(programs / "tiered-kv", "status", address, cwd=folder)
+                assert f"tiered-kv-server {version}" in printed
+            finally:
+                daemon.terminate()
+        assert daemon.returncode == 0
 
 
 GATHER = """

@@ -24,7 +24,7 @@ from benchmarks.connector_summary import (
 from benchmarks.engine_configs import CONNECTOR_MODES, Scale, connector_spec, groups
 from benchmarks.plots import Plot, Series
 from benchmarks.result_files import Result, Results, raw_path, save, spread, to_json
-from benchmarks.sections import overview
+from benchmarks.sections import overview, published
 from tests.models import QWEN2_7B
 
 COPY_MS = 10.0
@@ -73,6 +73,19 @@ def test_the_plots_are_of_these_results(stored: Results) -> None:
 def test_the_details_show_every_plot(stored: Results) -> None:
     shown = re.findall(r"\(plots/(\S+)\.svg\)", report.details(stored))
     assert sorted(shown) == sorted(plot.name for plot in report.all_plots(stored))
+
+
+def test_every_published_table_names_ours_or_why_there_is_none(stored: Results) -> None:
+    tables = json.loads(published.FILE.read_text())
+    assert {len(row) for one in tables for row in one["rows"]} >= {2, 9}
+    for one in tables:
+        assert {len(row) for row in one["rows"]} == {len(one["header"])}, one["title"]
+    titles = [re.escape(one["ours"][0]) for one in tables if stored.of(one["ours"][1] or "?")]
+    text = report.details(stored)
+    assert [title for title in titles if not re.search(f"^###? {title}", text, re.MULTILINE)] == []
+    none = published.section(Results(()))
+    assert none.count("| none. |") == sum(not one["missing"] for one in tables) > 0
+    assert "| none. |" not in published.section(stored)
 
 
 def test_there_are_results(stored: Results) -> None:

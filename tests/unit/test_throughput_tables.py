@@ -235,7 +235,9 @@ def test_memory_and_wire() -> None:
     whats["swap_in"] = 0.02
     cells = [cell(seconds, **shape, what=what) for what, seconds in whats.items()]
 
-    sizes = {"batches": 8, "blocks": 64}
+    cells[1]["range"] = [0.39, 0.43]
+    cells[2]["range"] = [0.09, 0.12]
+    sizes = {"batches": 8, "blocks": 64, "repetitions": 5}
     copies, zmq, server = tables_of(tables.memory_and_wire(data(sizes, cells)))
 
     assert copies[0][1:3] == ["l2l naive (s)", "b2b naive (s)"]
@@ -251,7 +253,15 @@ def test_memory_and_wire() -> None:
         "delta-ipc",
         "delta-inproc",
     ]
-    assert zmq[1][1:] == ["0.100", "0.400", NOTHING, "0.100", "4.00", NOTHING, "1.00"]
+    assert zmq[1][1:] == [
+        "0.100",
+        "0.400",
+        NOTHING,
+        "0.100 (0.090 … 0.120)",
+        "4.00",
+        NOTHING,
+        "1.00",
+    ]
     assert server[0][2:6] == ["set deferred=False", "set deferred=True", "get", "stream_get"]
     assert server[1][2:4] == ["0.300", "0.200"]
     assert server[1][6:8] == ["3.00", "2.00"]
@@ -300,6 +310,7 @@ def test_a_record_grows_in_its_file(tmp_path: Path) -> None:
         "kind": "a",
         "requests": 4,
         "seconds": 2.5,
+        "range": [2.0, 3.0],
         "loaded_blocks": {"cpu": 5.0},
     }
     raw = json.loads(raw_path(path).read_text())
@@ -308,6 +319,7 @@ def test_a_record_grows_in_its_file(tmp_path: Path) -> None:
     assert cells.rate(row=1, kind="a") == pytest.approx(1.6)
     assert cells.seconds(row=2, kind="a") == 1.0
     assert cells.seconds(row=3, kind="a") is None
+    assert (cells.range(row=1, kind="a"), cells.range(row=2, kind="a")) == ((2.0, 3.0), None)
     assert cells.values("row") == [1, 2]
     assert not record.over
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,8 +51,14 @@ def test_warm_sends_each_prompt_once_for_one_token(
     assert third["prompt"] == "three"
 
 
-def test_warm_with_pin_asks_the_cache_to_keep_the_prompts(running: Running, prompts: Path) -> None:
-    assert main(["warm", str(prompts), "--url", running.url, "--pin", "600"]) == 0
+def test_warm_with_pin_asks_the_cache_to_keep_the_prompts(
+    running: Running, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["warm", str(prompts), "--url", running.url, "--pin", "600", "--json"]
+    assert main(words) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["failures"] == []
+    assert told["prompts"] == len(running.small.asked)
     for body in running.small.asked:
         assert body["kv_transfer_params"] == {"tiered_kv": {"pin_seconds": 600.0}}
 

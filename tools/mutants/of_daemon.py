@@ -231,6 +231,14 @@ DAEMON = (
         ("tests/daemon/test_hung_backing.py",),
     ),
     Mutation(
+        "removed-namespace-stays-on-the-ssd",
+        "server/tiers/tiered_store.py",
+        "                found.update(dict.fromkeys(self.ssd.keys_of(namespace)))\n",
+        "                pass\n",
+        "blocks of a namespace that was removed are served again",
+        ("tests/daemon/test_inquiry.py",),
+    ),
+    Mutation(
         "damaged-block-promoted",
         "server/tiers/promotion.py",
         "if not is_read:\n",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import json
 import os
@@ -54,9 +55,9 @@ examples:
   tiered-kv model ~/models/Qwen3-8B
   tiered-kv up deploy.yml
       start a daemon and the servers that use it, from one file
-  tiered-kv ls tcp://127.0.0.1:9527
+  tiered-kv status tcp://127.0.0.1:9527
   tiered-kv top tcp://127.0.0.1:9527
-      what does a daemon hold, by model, and what is it doing?
+      what does a daemon hold, by model, and what has it done, or is it doing?
   tiered-kv replay prompts.jsonl --url http://127.0.0.1:8000
       are the answers of a running server the same with and without the cache?
   tiered-kv explain "Once upon a time" --url http://127.0.0.1:8000
@@ -399,6 +400,7 @@ def _add_warm(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="per request (%(default)s)",
     )
     parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="sent as bearer token")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _warm(given: argparse.Namespace) -> int:
@@ -413,7 +415,10 @@ def _warm(given: argparse.Namespace) -> int:
         given.salt,
         _print_progress,
     )
-    print("\n".join(report.lines()))
+    if given.json:
+        print(json.dumps(dataclasses.asdict(report), indent=1))
+    else:
+        print("\n".join(report.lines()))
     return Exit.FAILED if report.failures else Exit.EQUAL
 
 

@@ -1,4 +1,4 @@
-"""The commands that ask running daemons: `tiered-kv ls`, `tiered-kv top` and `tiered-kv flush`."""
+"""The commands for running daemons: `tiered-kv status`, `top`, `ls`, `rm` and `flush`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,25 @@ from typing import Any
 
 from vllm_tiered_kv.api import arguments
 from vllm_tiered_kv.api.daemon_view import frame, namespace_lines
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.remote.address import ServerAddress
 from vllm_tiered_kv.remote.inquiry import Inquiry, NoAnswerError
+
+_STATUS = """\
+Shows what daemons hold and have done since they started: how full their tiers are, hits, requests
+and bytes, what waits to be written, errors, and the largest namespaces.
+"""
+
+_STATUS_EXAMPLES = """\
+exit status:
+  0  all answer     1  a daemon does not
+
+examples:
+  tiered-kv status tcp://127.0.0.1:9527
+  tiered-kv status ipc:///run/kv/kv.sock --json | jq '.[].stats.errors'
+      every fact and counter of the daemon
+"""
 
 _LS = """\
 Lists the namespaces that daemons hold, the largest first: their bytes and blocks in memory and on
@@ -39,6 +57,27 @@ examples:
       one look, over ten seconds, for a script or a log
 """
 
+_RM = """\
+Removes namespaces from daemons: all blocks that their memory and SSD hold of them, and the pins of
+these blocks. NAME is the start of a namespace as `tiered-kv ls` shows it, or a model's name, which
+may stand for several. It shows what it found and asks before it removes anything.
+
+Engines may go on: to them the blocks are misses, and blocks that they are reading stay until they
+are done. What they store meanwhile stays. A backing store keeps its blocks, since other daemons use
+them too: a model whose blocks lie there is found again.
+"""
+
+_RM_EXAMPLES = """\
+exit status:
+  0  removed     1  not all of it, or nothing: no such namespace, no answer, refused, not confirmed
+
+examples:
+  tiered-kv rm Qwen/Qwen3-8B tcp://127.0.0.1:9527
+  tiered-kv rm 3f9a21 tcp://cache1:9527 tcp://cache2:9527 --yes
+      of all daemons of an engine, which spreads its blocks over them
+  tiered-kv rm 3f9a21 ipc:///run/kv/kv.sock --yes --json | jq .removed_blocks
+"""
+
 _FLUSH = """\
 Waits until everything that daemons hold in memory is also in their slower tiers, as far as it finds
 room there. Nothing is removed. Use it before a planned restart that must not wait long.
@@ -53,13 +92,33 @@ examples:
 """
 
 _PROGRESS_S = 1.0
+_SLOW_S = 600.0  # to wait for what writes to disks
+_MIN_DIGITS = 4  # of a namespace's name, so that a typing error does not name one
 _CLEAR = "\033[H\033[J"  # home, and erase what is below
 _ALTERNATE, _NORMAL = "\033[?1049h\033[?25l", "\033[?25h\033[?1049l"
 
 
 def add_daemon_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add(
+        commands, "status", _status, "show what daemons hold and do", _STATUS, _STATUS_EXAMPLES
+    )
+    parser.add_argument("--json", action="store_true", help="print a list of JSON objects")
+
     parser = _add(commands, "ls", _list, "list the namespaces of daemons", _LS, _LS_EXAMPLES)
     parser.add_argument("--json", action="store_true", help="print a list of JSON objects")
+
+    parser = _add(
+        commands,
+        "rm",
+        _remove,
+        "remove namespaces from daemons",
+        _RM,
+        _RM_EXAMPLES,
+        takes_name=True,
+    )
+    parser.set_defaults(timeout=_SLOW_S)
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; needs --yes")
 
     parser = _add(commands, "top", _top, "watch a daemon", _TOP, _TOP_EXAMPLES, nargs=None)
     parser.add_argument(
@@ -77,7 +136,8 @@ def add_daemon_commands(commands: argparse._SubParsersAction[argparse.ArgumentPa
     parser = _add(
         commands, "flush", _flush, "write what daemons hold to their disks", _FLUSH, _FLUSH_EXAMPLES
     )
-    parser.set_defaults(timeout=600.0)
+    parser.set_defaults(timeout=_SLOW_S)
+    parser.add_argument("--json", action="store_true", help="print a list of JSON objects")
 
 
 def _add(
@@ -88,6 +148,7 @@ def _add(
     description: str,
     epilog: str,
     nargs: str | None = "+",
+    takes_name: bool = False,
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         name,
@@ -98,6 +159,8 @@ def _add(
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)
+    if takes_name:
+        parser.add_argument("name", metavar="NAME", help="start of a namespace, or a model's name")
     parser.add_argument(
         "address",
         metavar="ADDRESS",
@@ -114,6 +177,26 @@ def _add(
         help="how long to wait for an answer (%(default)s)",
     )
     return parser
+
+
+def _status(given: argparse.Namespace) -> int:
+    curve = arguments.curve_keys(given)
+    looks = []
+    failed = False
+    for address in given.address:
+        try:
+            with Inquiry(address, given.timeout, curve) as daemon:
+                info, stats = daemon.info(), daemon.stats()
+        except NoAnswerError as error:
+            print(f"tiered-kv: {error}", file=sys.stderr)
+            failed = True
+            continue
+        looks.append({"address": str(address), "info": info, "stats": stats})
+        if not given.json:
+            print("\n".join(frame(str(address), info, {}, stats, None)), end="\n\n")
+    if given.json:
+        print(json.dumps(looks, indent=1))
+    return 1 if failed else 0
 
 
 def _list(given: argparse.Namespace) -> int:
@@ -143,6 +226,70 @@ def _as_json(address: str, info: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_client(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name != "client"}
+
+
+def _remove(given: argparse.Namespace) -> int:
+    if given.json and not given.yes:
+        raise ConfigError("--json", "give --yes too: it cannot ask and print JSON alone")
+    curve = arguments.curve_keys(given)
+    found: dict[ServerAddress, dict[str, Any]] = {}
+    notes = []
+    for address in given.address:
+        with Inquiry(address, min(given.timeout, 5.0), curve) as daemon:
+            info = daemon.info()
+        found[address] = namespaces_named(given.name, info.get("by_namespace", {}))
+        if Tier.BACKING.value in info.get("tiers", {}):
+            notes.append(f"{address}: what its backing store holds of them stays there")
+    if not any(found.values()):
+        print(
+            f"tiered-kv: no namespace is named {given.name!r}; `tiered-kv ls` lists them",
+            file=sys.stderr,
+        )
+        return 1
+    if not given.json:
+        for address, rows in found.items():
+            print("\n".join((f"{address}:", *namespace_lines({"by_namespace": rows}))))
+        print(*(f"{note}\n" for note in notes), sep="", end="")
+    if not (given.yes or _is_confirmed()):
+        print("tiered-kv: nothing was removed", file=sys.stderr)
+        return 1
+    removed, errors = 0, []
+    for address, rows in found.items():
+        try:
+            with Inquiry(address, given.timeout, curve) as daemon:
+                for name in rows:
+                    removed += daemon.delete_namespace(bytes.fromhex(name))
+        except NoAnswerError as error:
+            errors.append(str(error))
+    names = sorted({name for rows in found.values() for name in rows})
+    if given.json:
+        facts = {"removed_blocks": removed, "namespaces": names, "notes": notes, "errors": errors}
+        print(json.dumps(facts, indent=1))
+    else:
+        print(f"{removed:,} blocks of {len(names)} namespaces are removed")
+        for line in errors:
+            print(f"tiered-kv: {line}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+def namespaces_named(name: str, rows: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a model with this name, or else the one whose name begins like this."""
+    of_model = {key: row for key, row in rows.items() if row.get("client") == name}
+    if of_model or len(name) < _MIN_DIGITS:
+        return of_model
+    started = {key: row for key, row in rows.items() if key.startswith(name.lower())}
+    if len(started) > 1:
+        names = ", ".join(started)
+        raise ConfigError("NAME", f"{name!r} begins {len(started)} namespaces; choose one: {names}")
+    return started
+
+
+def _is_confirmed() -> bool:
+    try:
+        return input("Remove them? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        print(file=sys.stderr)
+        return False
 
 
 def _top(given: argparse.Namespace) -> int:
@@ -190,8 +337,9 @@ def _looks(
 
 def _flush(given: argparse.Namespace) -> int:
     curve = arguments.curve_keys(given)
-    failed = False
+    results = []
     for address in given.address:
+        error = ""
         with (
             Inquiry(address, given.timeout, curve) as daemon,
             Inquiry(address, min(given.timeout, 5.0), curve) as watched,
@@ -206,12 +354,16 @@ def _flush(given: argparse.Namespace) -> int:
             except KeyboardInterrupt:
                 daemon.interrupt()
                 raise
-            except NoAnswerError as error:
+            except NoAnswerError as failure:
+                error = str(failure)
                 print(f"tiered-kv: {error}", file=sys.stderr)
-                failed = True
-            else:
-                print(f"{address}: everything is written ({time.monotonic() - began:.1f} s)")
-    return 1 if failed else 0
+            seconds = round(time.monotonic() - began, 1)
+        results.append({"address": str(address), "seconds": seconds, "error": error})
+        if not (error or given.json):
+            print(f"{address}: everything is written ({seconds} s)")
+    if given.json:
+        print(json.dumps(results, indent=1))
+    return 1 if any(result["error"] for result in results) else 0
 
 
 def _print_pending(address: str, daemon: Inquiry) -> None:

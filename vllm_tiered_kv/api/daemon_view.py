@@ -1,4 +1,4 @@
-"""What `tiered-kv ls` and `tiered-kv top` show of a daemon, as lines of text.
+"""What `tiered-kv status`, `ls` and `top` show of a daemon, as lines of text.
 
 Facts and statistics come from the daemon as plain values; a daemon of another version may lack some
 or send others, which are then left out.
@@ -6,11 +6,11 @@ or send others, which are then left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 _BAR = 30
-_NAMESPACES = 10  # in one look of `top`
+_NAMESPACES = 10  # in one look
 _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
@@ -28,8 +28,7 @@ def namespace_lines(info: Mapping[str, Any], most: int | None = None) -> list[st
         ["namespace", *(f"{tier}{part}" for tier in tiers for part in ("", " blocks")), "model"]
     ]
     for name, row in list(rows.items())[:most]:
-        # Escaped as in the daemon's log: a client's name may contain line breaks.
-        model = repr(row.get("client", ""))[1:-1] or "not seen since the daemon started"
+        model = _escaped(row.get("client", "")) or "not seen since the daemon started"
         cells = [
             cell
             for tier in tiers
@@ -47,9 +46,10 @@ def frame(
     info: Mapping[str, Any],
     before: Mapping[str, Any],
     after: Mapping[str, Any],
-    passed_s: float,
+    passed_s: float | None,
 ) -> list[str]:
-    """One look at a daemon: what it holds, and what it did in the time between two statistics."""
+    """One look at a daemon: what it holds, and what it did between two statistics: per second, or
+    in all without `passed_s`."""
     rates = _Rates(before, after, passed_s)
     lines = [f"{address}  {info.get('server', '')}", ""]
     capacity = _mapping(after, "capacity_bytes")
@@ -60,8 +60,9 @@ def frame(
     share = f"{hits / (hits + misses):.1%}" if hits + misses else "no request"
     lines += [
         "",
-        f"hits     {share:>10}   blocks found {_number(hits)}/s, not found {_number(misses)}/s",
-        f"bytes    {size(rates.sum('received_bytes'))}/s in, {size(rates.sum('sent_bytes'))}/s out",
+        f"hits     {share:>10}   blocks found {rates.shown(hits)}, not found {rates.shown(misses)}",
+        f"bytes    {rates.shown(rates.sum('received_bytes'), size)} in, "
+        f"{rates.shown(rates.sum('sent_bytes'), size)} out",
         f"requests {_by_label(rates, 'requests')}",
         f"puts     {_by_label(rates, 'put_blocks')}",
         f"clients  {after.get('sessions', 0)} sessions, {after.get('attached_processes', 0)} "
@@ -84,19 +85,23 @@ def frame(
         )
         if rates.sum(name)
     ]
+    if after.get("backing_absent"):
+        wrong.append("the backing store does not answer")
     lines.append(f"wrong    {'; '.join(wrong) or 'nothing'}")
+    silent = info.get("silent_processes") or ()
+    lines += [f"silent   {_escaped(process)}" for process in silent]
     return [*lines, "", *namespace_lines(info, _NAMESPACES)]
 
 
 class _Rates:
-    """Increases per second between two statistics. A counter that fell is that of a daemon which
-    has restarted: it counts from 0."""
+    """Increases between two statistics, per second if a time is given. A counter that fell is that
+    of a daemon which has restarted: it counts from 0."""
 
     def __init__(
-        self, before: Mapping[str, Any], after: Mapping[str, Any], passed_s: float
+        self, before: Mapping[str, Any], after: Mapping[str, Any], passed_s: float | None
     ) -> None:
         self._before, self._after = before, after
-        self._passed_s = max(passed_s, 1e-9)
+        self._passed_s = None if passed_s is None else max(passed_s, 1e-9)
 
     def by_label(self, name: str) -> dict[str, float]:
         before, after = _mapping(self._before, name), _mapping(self._after, name)
@@ -109,12 +114,18 @@ class _Rates:
         return self._rate(self._before.get(name, 0), now)
 
     def _rate(self, before: float, now: float) -> float:
-        return (now - before if now >= before else now) / self._passed_s
+        change = now - before if now >= before else now
+        return change if self._passed_s is None else change / self._passed_s
+
+    def shown(self, rate: float, text_of: Callable[[float], str] | None = None) -> str:
+        if self._passed_s is None:
+            return (text_of or "{:,.0f}".format)(rate)
+        return f"{(text_of or _number)(rate)}/s"
 
 
 def _by_label(rates: _Rates, name: str) -> str:
     shown = sorted(rates.by_label(name).items(), key=lambda item: -item[1])
-    return ", ".join(f"{label} {_number(rate)}/s" for label, rate in shown if rate) or "none"
+    return ", ".join(f"{label} {rates.shown(rate)}" for label, rate in shown if rate) or "none"
 
 
 def _bar(used: int, most: int) -> str:
@@ -123,6 +134,11 @@ def _bar(used: int, most: int) -> str:
     share = min(1.0, used / most)
     filled = round(share * _BAR)
     return f"[{'#' * filled}{'.' * (_BAR - filled)}] {share:6.1%}  {size(used)} of {size(most)}"
+
+
+def _escaped(text: object) -> str:
+    """As in the daemon's log: a client's name may contain line breaks."""
+    return repr(str(text))[1:-1]
 
 
 def _number(rate: float) -> str:

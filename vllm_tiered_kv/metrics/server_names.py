@@ -16,8 +16,8 @@ PREFIX = "tiered_kv_server_"
 
 _MEMORY, _SSD, _BACKING = Tier.MEMORY.value, Tier.SSD.value, Tier.BACKING.value
 _OPS = (
-    *("hello", "match", "contains", "get", "put", "pin", "claim", "delete", "flush", "info"),
-    *("stats", "lend", "borrow", "release", "reserve", "seal"),
+    *("hello", "match", "contains", "get", "put", "pin", "claim", "delete", "delete_namespace"),
+    *("flush", "info", "stats", "lend", "borrow", "release", "reserve", "seal"),
 )
 
 
@@ -129,7 +129,7 @@ LEASED_BYTES = _gauge("leased_bytes", "Bytes of the leased and reserved slots.")
 SILENT_LEASED_BYTES = _gauge(
     "silent_leased_bytes",
     "The part of these bytes held by processes that have sent nothing for `stall_timeout`; "
-    "`status` names them.",
+    "`tiered-kv status` names them.",
 )
 CLAIMS = _gauge("claims", "Blocks that clients have announced to compute (`compute_once`).")
 PINS = _gauge("pins", "Blocks pinned by clients.")

@@ -13,6 +13,9 @@ from vllm_tiered_kv.remote.connection import Connection, Settings
 from vllm_tiered_kv.remote.curve import CurveKeys
 from vllm_tiered_kv.wire.limits import PROTOCOL_VERSION
 from vllm_tiered_kv.wire.messages import (
+    DELETE_NAMESPACE_CAPABILITY,
+    DeleteNamespace,
+    DeleteNamespaceReply,
     Flush,
     FlushReply,
     Hello,
@@ -63,6 +66,15 @@ class Inquiry:
     def flush(self) -> None:
         """Returns when everything that the daemon acknowledged is as durable as it can be."""
         self._call(Flush(), FlushReply)
+
+    def delete_namespace(self, namespace: bytes) -> int:
+        """Deletes what the daemon's memory and SSD hold of a namespace, named by the first bytes of
+        its keys; returns the number of blocks."""
+        self.stats()  # opens the session, which tells what the daemon can do
+        greeting = self._connection.greeting
+        if greeting is None or DELETE_NAMESPACE_CAPABILITY not in greeting.capabilities:
+            raise NoAnswerError(f"{self.address} cannot delete a namespace: update the daemon")
+        return self._call(DeleteNamespace(namespace), DeleteNamespaceReply).count
 
     def interrupt(self) -> None:
         """Ends a call that another thread waits for."""

@@ -1,4 +1,4 @@
-"""`tiered-kv-server`: runs the daemon, creates keys, verifies a folder, shows a daemon's status."""
+"""`tiered-kv-server`: runs the daemon, or creates keys. `tiered-kv` looks at a running one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vllm_tiered_kv.errors import (
     StoreLockedError,
     TieredKVError,
 )
-from vllm_tiered_kv.options import parse_number, read_yaml, redacted
+from vllm_tiered_kv.options import read_yaml, redacted
 from vllm_tiered_kv.server.net.descriptors import raise_limit
 from vllm_tiered_kv.server.options import ServerOptions, add_flags
 
@@ -55,10 +55,10 @@ examples:
   tiered-kv-server --config server.yaml --memory 40GiB
       options from a file (memory: 20GiB, listen: [...]); flags win
 
-other commands (each has --help):
-  tiered-kv-server keygen FOLDER NAME     creates a key pair
-  tiered-kv-server verify FOLDER          checks every block of an SSD folder
-  tiered-kv-server status ENDPOINT        shows what a daemon holds and does
+see also:
+  tiered-kv-server keygen --help          creates a key pair
+  tiered-kv --help                        looks at daemons that run (status, top, ls), changes what
+                                          they hold (rm, flush), checks an SSD folder (verify)
 """
 
 
@@ -221,35 +221,7 @@ def _keygen(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _verify(arguments: Sequence[str]) -> int:
-    from vllm_tiered_kv.server.verify_command import verify_folder
-
-    parser = argparse.ArgumentParser(
-        prog="tiered-kv-server verify",
-        description="Reads every block of an SSD folder that no daemon uses, and checks it. "
-        "The exit status is 1 if anything is damaged.",
-    )
-    parser.add_argument("folder", metavar="FOLDER", type=Path)
-    return verify_folder(parser.parse_args(arguments).folder)
-
-
-def _status(arguments: Sequence[str]) -> int:
-    from vllm_tiered_kv.server.status import show_status
-
-    parser = argparse.ArgumentParser(
-        prog="tiered-kv-server status", description="Shows what a daemon holds and does."
-    )
-    parser.add_argument("endpoint", metavar="ENDPOINT", help="like tcp://127.0.0.1:9527")
-    parser.add_argument("--server-key", metavar="FILE", help="the daemon's public key")
-    parser.add_argument("--secret-key", metavar="FILE", help="this client's secret key")
-    parser.add_argument("--timeout", metavar="SECONDS", default="5")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    given = parser.parse_args(arguments)
-    timeout_s = parse_number("--timeout", given.timeout, 0.001, 3600, " seconds")
-    return show_status(given.endpoint, given.server_key, given.secret_key, timeout_s, given.json)
-
-
-_COMMANDS = {"keygen": _keygen, "verify": _verify, "status": _status}
+_COMMANDS = {"keygen": _keygen}
 
 
 if __name__ == "__main__":

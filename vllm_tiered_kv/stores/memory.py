@@ -24,6 +24,7 @@ from vllm_tiered_kv.core.store import (
     PutResult,
     StoreKey,
     StoreUsage,
+    namespace_of,
 )
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
@@ -181,6 +182,12 @@ class MemoryStore:
             for key in keys:
                 self._index.remove(key)  # also blocks that are still being written
             return present
+
+    def keys_of(self, namespace: bytes) -> list[StoreKey]:
+        """Returns the keys of all readable blocks of a namespace."""
+        with self._lock:
+            keys = list(self._readable)
+        return [key for key in keys if namespace_of(key) == namespace]
 
     def flush(self) -> bool:
         return True  # memory does not outlive the process; there is nothing to flush

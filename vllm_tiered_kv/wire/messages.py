@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeAlias
 
-from vllm_tiered_kv.core.store import Durability, PutResult
+from vllm_tiered_kv.core.store import NAMESPACE_BYTES, Durability, PutResult
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
 from vllm_tiered_kv.wire.fields import (
     Bin,
@@ -50,6 +50,7 @@ from vllm_tiered_kv.wire.limits import (
 
 BORROW_CAPABILITY = "borrow"
 CLAIM_CAPABILITY = "claim"
+DELETE_NAMESPACE_CAPABILITY = "delete_namespace"
 """Each announced by a daemon that supports the op of this name."""
 
 
@@ -242,6 +243,20 @@ class Delete(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class DeleteNamespace(Message):
+    """Deletes the blocks that memory and SSD hold of a namespace, and their pins.
+
+    It may be another namespace than the session's. A backing store keeps its blocks. Blocks that
+    are stored meanwhile may stay. Needs the capability `delete_namespace`.
+    """
+
+    op: ClassVar[str] = "delete_namespace"
+    namespace: Annotated[
+        bytes, Spec(Bin((NAMESPACE_BYTES,)), "first bytes of its keys, which `info` shows in hex")
+    ]
+
+
+@dataclass(frozen=True, slots=True)
 class Flush(Message):
     """Makes everything acknowledged before as durable as the daemon can."""
 
@@ -326,6 +341,7 @@ Request: TypeAlias = (
     | Pin
     | Claim
     | Delete
+    | DeleteNamespace
     | Flush
     | Info
     | Stats
@@ -518,6 +534,14 @@ class DeleteReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class DeleteNamespaceReply(Message):
+    """How many blocks were deleted. None of them is back after a crash."""
+
+    op: ClassVar[str] = "delete_namespace"
+    count: Annotated[int, Spec(Uint(), "number of blocks, each counted once")]
+
+
+@dataclass(frozen=True, slots=True)
 class FlushReply(Message):
     """Everything is as durable as the daemon can make it."""
 
@@ -650,6 +674,7 @@ Reply: TypeAlias = (
     | PinReply
     | ClaimReply
     | DeleteReply
+    | DeleteNamespaceReply
     | FlushReply
     | InfoReply
     | StatsReply

@@ -37,6 +37,7 @@ from vllm_tiered_kv.wire.limits import PROTOCOL_VERSION
 from vllm_tiered_kv.wire.messages import (
     BORROW_CAPABILITY,
     CLAIM_CAPABILITY,
+    DELETE_NAMESPACE_CAPABILITY,
     ErrorReply,
     Get,
     Hello,
@@ -45,7 +46,7 @@ from vllm_tiered_kv.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-CAPABILITIES = ("streaming", "pins", CLAIM_CAPABILITY)
+CAPABILITIES = ("streaming", "pins", CLAIM_CAPABILITY, DELETE_NAMESPACE_CAPABILITY)
 _PENDING_READ_BYTES = 8192  # more than `request_cost` of a read that is answered at once
 ARENA_CAPABILITIES = ("shared_memory", BORROW_CAPABILITY)
 

@@ -28,6 +28,8 @@ from vllm_tiered_kv.wire.messages import (
     Contains,
     ContainsReply,
     Delete,
+    DeleteNamespace,
+    DeleteNamespaceReply,
     DeleteReply,
     Flush,
     FlushReply,
@@ -96,6 +98,7 @@ class Handlers:
             Get: self._get,
             Put: self._put,
             Delete: self._delete,
+            DeleteNamespace: self._delete_namespace,
             Flush: self._flush,
             Info: lambda call, request, payload: call.reply(InfoReply(self._info())),
             Stats: self._report,
@@ -202,19 +205,18 @@ class Handlers:
     def _delete(self, call: Call, request: Delete, payload: Sequence[memoryview]) -> None:
         call.session.require_writer()
         keys = call.session.keys(request.width, request.keys)
+        self._store.delete(
+            keys, lambda count: call.reply_from_thread(lambda: DeleteReply(_deleted(count)))
+        )
 
-        def done(count: int | None) -> None:
-            def answer() -> DeleteReply:
-                if count is None:
-                    raise ProtocolError(
-                        ErrorCode.NOT_WRITTEN,
-                        "a tier refused or did not answer; it may still hold some of the blocks",
-                    )
-                return DeleteReply(count)
-
-            call.reply_from_thread(answer)
-
-        self._store.delete(keys, done)
+    def _delete_namespace(
+        self, call: Call, request: DeleteNamespace, payload: Sequence[memoryview]
+    ) -> None:
+        call.session.require_writer()
+        self._store.delete_namespace(
+            request.namespace,
+            lambda count: call.reply_from_thread(lambda: DeleteNamespaceReply(_deleted(count))),
+        )
 
     def _flush(self, call: Call, request: Flush, payload: Sequence[memoryview]) -> None:
         def done(failed: list[str]) -> None:
@@ -226,3 +228,12 @@ class Handlers:
             call.reply_from_thread(answer)
 
         self._store.flush(done)
+
+
+def _deleted(count: int | None) -> int:
+    if count is None:
+        raise ProtocolError(
+            ErrorCode.NOT_WRITTEN,
+            "a tier refused or did not answer; it may still hold some of the blocks",
+        )
+    return count

@@ -190,6 +190,11 @@ class Demotion:
                 with self._unwritten_lock:
                     self._gone[tier] += 1
 
+    def give_up(self, keys: Sequence[StoreKey]) -> None:
+        """Blocks that are no longer in memory on purpose: no flush misses them in a slower tier."""
+        for tier in self._unwritten:
+            self._forget_unwritten(tier, keys)
+
     def _forget_unwritten(self, tier: str, keys: Sequence[StoreKey]) -> None:
         if self._unwritten[tier]:
             with self._unwritten_lock:

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 BACKING_THREADS = 8  # for lookups, reads and deletes
 _WRITE_TIMEOUT_FACTOR = 10  # a write may take this many times as long as a read: no request waits
+_DELETED_AT_ONCE = 4096  # of a namespace; other requests take their turns in between
 _MAX_LOOP_BLOCKS = 64  # larger requests are finished in the pool, not on the loop
 _MEMORY, _SSD, _BACKING = Tier.MEMORY.value, Tier.SSD.value, Tier.BACKING.value
 
@@ -96,7 +97,7 @@ class TieredStore:
             _WRITE_TIMEOUT_FACTOR * backing_timeout_s,
         )
         self._pool = StoreExecutor("io", workers)
-        self._flusher = StoreExecutor("flush", 1)  # of its own: a flush may take long
+        self._flusher = StoreExecutor("flush", 1)  # of its own: what it does may take long
         if ssd is not None:
             self._pool.submit(ssd.measure_reads)  # engines ask for the speed before any read
         self.backing_executor = (
@@ -309,6 +310,25 @@ class TieredStore:
             done(present + far if is_gone and far is not None else None)
 
         self._pool.submit(near, failed=failed)
+
+    def delete_namespace(self, namespace: bytes, done: Callable[[int | None], None]) -> None:
+        """Deletes the blocks that memory and SSD hold of a namespace. Calls `done` with their
+        number; with None if some may still be there. A backing store keeps its blocks: it cannot
+        list them, and other daemons use them too."""
+
+        def delete() -> int | None:
+            found = dict.fromkeys(self.memory.keys_of(namespace))
+            if self.ssd is not None:
+                found.update(dict.fromkeys(self.ssd.keys_of(namespace)))
+            keys = list(found)
+            is_gone = True
+            for start in range(0, len(keys), _DELETED_AT_ONCE):
+                some = keys[start : start + _DELETED_AT_ONCE]
+                is_gone &= self._delete_near(some)
+                self._demotion.give_up(some)
+            return len(keys) if is_gone else None
+
+        self._flusher.submit(delete, done, lambda: done(None))
 
     def _delete_near(self, keys: Sequence[StoreKey]) -> bool:
         """Deletes from memory and SSD. False if the SSD may have some again after a crash."""

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from vllm_tiered_kv.core.arena_geometry import aligned
 from vllm_tiered_kv.core.store import (
     MAX_KEY_BYTES,
@@ -199,6 +201,17 @@ class SsdStore:
             if self._closed:
                 return [None] * len(keys)
             return [self._table.facts(key) for key in keys]
+
+    def keys_of(self, namespace: bytes) -> list[StoreKey]:
+        """Returns the keys of all readable blocks of a namespace."""
+        with self._lock:
+            if self._closed:
+                return []
+            rows = self._index.rows(MAX_KEY_BYTES)
+        head = np.frombuffer(namespace, np.uint8)
+        is_member = (rows.keys[:, : len(head)] == head).all(axis=1)
+        members = zip(rows.keys[is_member], rows.key_bytes[is_member].tolist(), strict=True)
+        return [StoreKey(key[:nbytes].tobytes()) for key, nbytes in members]
 
     def usage(self) -> StoreUsage:
         with self._lock:
