@@ -64,6 +64,18 @@ class Message:
         """Raises ProtocolError where fields that are valid alone do not fit each other."""
 
 
+class Request(Message):
+    """A message from a client."""
+
+    __slots__ = ()
+
+
+class Reply(Message):
+    """A message from the daemon."""
+
+    __slots__ = ()
+
+
 def check_total(lengths: list[int]) -> None:
     if sum(lengths) > MAX_MESSAGE_BYTES:
         raise too_large(f"a payload of {sum(lengths)} bytes; at most {MAX_MESSAGE_BYTES} allowed")
@@ -102,7 +114,7 @@ LeaseList: TypeAlias = Annotated[list[int], Spec(Uints(MAX_KEYS, 1, distinct=Tru
 
 
 @dataclass(frozen=True, slots=True)
-class Hello(Message):
+class Hello(Request):
     """Opens a session and binds its namespace, key width and block lengths."""
 
     op: ClassVar[str] = "hello"
@@ -133,7 +145,7 @@ class Hello(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Match(Message):
+class Match(Request):
     """Counts the leading positions that are present without a gap.
 
     Each key followed by each suffix is a full key; a position counts only if all of its full keys
@@ -153,7 +165,7 @@ class Match(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Contains(Message):
+class Contains(Request):
     """Reports which tier holds each key. Changes nothing, not even the eviction order."""
 
     op: ClassVar[str] = "contains"
@@ -162,7 +174,7 @@ class Contains(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Get(Message):
+class Get(Request):
     """Reads blocks.
 
     Blocks that do not fit in one message must be requested with `stream`.
@@ -179,7 +191,7 @@ class Get(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Put(Message):
+class Put(Request):
     """Stores blocks, one payload frame each."""
 
     op: ClassVar[str] = "put"
@@ -202,7 +214,7 @@ class Put(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Pin(Message):
+class Pin(Request):
     """Protects blocks from eviction for a limited time."""
 
     op: ClassVar[str] = "pin"
@@ -212,7 +224,7 @@ class Pin(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Claim(Message):
+class Claim(Request):
     """Announces that this client computes blocks, so that others wait for them.
 
     Claims the leading keys that no other client has claimed, or extends claims of this client. Says
@@ -233,7 +245,7 @@ class Claim(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Delete(Message):
+class Delete(Request):
     """Deletes blocks and their pins."""
 
     op: ClassVar[str] = "delete"
@@ -242,28 +254,28 @@ class Delete(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Flush(Message):
+class Flush(Request):
     """Makes everything acknowledged before as durable as the daemon can."""
 
     op: ClassVar[str] = "flush"
 
 
 @dataclass(frozen=True, slots=True)
-class Info(Message):
+class Info(Request):
     """Asks for facts about the daemon: version, tiers, capacities."""
 
     op: ClassVar[str] = "info"
 
 
 @dataclass(frozen=True, slots=True)
-class Stats(Message):
+class Stats(Request):
     """Asks for the daemon's counters: what it has done and what it holds."""
 
     op: ClassVar[str] = "stats"
 
 
 @dataclass(frozen=True, slots=True)
-class Lend(Message):
+class Lend(Request):
     """Leases blocks in shared memory for reading. A block stays in its slot until released."""
 
     op: ClassVar[str] = "lend"
@@ -272,7 +284,7 @@ class Lend(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Borrow(Message):
+class Borrow(Request):
     """Like `match`, and leases the leading positions that are in memory.
 
     A position is leased with all its suffixes or not at all. Needs the capability `borrow`.
@@ -291,7 +303,7 @@ class Borrow(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Release(Message):
+class Release(Request):
     """Releases leases. A reserved block that was not sealed is dropped."""
 
     op: ClassVar[str] = "release"
@@ -299,7 +311,7 @@ class Release(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Reserve(Message):
+class Reserve(Request):
     """Leases free slots in shared memory for new blocks, which the client then writes and seals."""
 
     op: ClassVar[str] = "reserve"
@@ -310,31 +322,11 @@ class Reserve(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Seal(Message):
+class Seal(Request):
     """Makes reserved blocks readable. Ends their leases, whatever the result."""
 
     op: ClassVar[str] = "seal"
     leases: LeaseList
-
-
-Request: TypeAlias = (
-    Hello
-    | Match
-    | Contains
-    | Get
-    | Put
-    | Pin
-    | Claim
-    | Delete
-    | Flush
-    | Info
-    | Stats
-    | Lend
-    | Borrow
-    | Release
-    | Reserve
-    | Seal
-)
 
 
 # ---- replies of the daemon ----------------------------------------------------------------------
@@ -406,7 +398,7 @@ def _check_tiers(count: int, tiers: list[int]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class HelloReply(Message):
+class HelloReply(Reply):
     """The session is open."""
 
     op: ClassVar[str] = "hello"
@@ -421,7 +413,7 @@ class HelloReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class MatchReply(Message):
+class MatchReply(Reply):
     """The leading positions that are present, counted by the fastest tier that holds them."""
 
     op: ClassVar[str] = "match"
@@ -433,7 +425,7 @@ class MatchReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class ContainsReply(Message):
+class ContainsReply(Reply):
     """A tier code for each key of the request."""
 
     op: ClassVar[str] = "contains"
@@ -443,7 +435,7 @@ class ContainsReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class GetReply(Message):
+class GetReply(Reply):
     """Some or all of the requested blocks, one payload frame each.
 
     A key that no reply of the stream names is a miss.
@@ -474,7 +466,7 @@ class GetReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class PutReply(Message):
+class PutReply(Reply):
     """A put code for each key of the request."""
 
     op: ClassVar[str] = "put"
@@ -482,7 +474,7 @@ class PutReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class PinReply(Message):
+class PinReply(Reply):
     """How many keys are present and were pinned, or whose pins were released."""
 
     op: ClassVar[str] = "pin"
@@ -490,7 +482,7 @@ class PinReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimReply(Message):
+class ClaimReply(Reply):
     """Which of the keys are claimed, by whom, and until when."""
 
     op: ClassVar[str] = "claim"
@@ -510,7 +502,7 @@ class ClaimReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class DeleteReply(Message):
+class DeleteReply(Reply):
     """How many of the keys were present."""
 
     op: ClassVar[str] = "delete"
@@ -518,14 +510,14 @@ class DeleteReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class FlushReply(Message):
+class FlushReply(Reply):
     """Everything is as durable as the daemon can make it."""
 
     op: ClassVar[str] = "flush"
 
 
 @dataclass(frozen=True, slots=True)
-class InfoReply(Message):
+class InfoReply(Reply):
     """Facts about the daemon, for display only: a client must not depend on them."""
 
     op: ClassVar[str] = "info"
@@ -533,7 +525,7 @@ class InfoReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class StatsReply(Message):
+class StatsReply(Reply):
     """The daemon's counters, for display only: a client must not depend on them."""
 
     op: ClassVar[str] = "stats"
@@ -541,7 +533,7 @@ class StatsReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class LendReply(Message):
+class LendReply(Reply):
     """Where the blocks are; all lists have one entry per key. A key without a lease is a miss.
 
     Blocks may share a lease; they are then released together.
@@ -558,7 +550,7 @@ class LendReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class BorrowReply(Message):
+class BorrowReply(Reply):
     """The reply of `match`, and where the leased positions are.
 
     Blocks are ordered by position, then by suffix, as in the request. They share one lease.
@@ -587,7 +579,7 @@ class BorrowReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseReply(Message):
+class ReleaseReply(Reply):
     """How many of the leases existed and were released."""
 
     op: ClassVar[str] = "release"
@@ -595,7 +587,7 @@ class ReleaseReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class ReserveReply(Message):
+class ReserveReply(Reply):
     """Where to write; all lists have one entry per key."""
 
     op: ClassVar[str] = "reserve"
@@ -618,7 +610,7 @@ class ReserveReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class SealReply(Message):
+class SealReply(Reply):
     """A put code for each lease of the request."""
 
     op: ClassVar[str] = "seal"
@@ -626,7 +618,7 @@ class SealReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorReply(Message):
+class ErrorReply(Reply):
     """The request was refused or failed. Ends a stream. Any request may get it."""
 
     op: ClassVar[str] = ""  # on the wire it carries the op of the request
@@ -639,24 +631,3 @@ class ErrorReply(Message):
     @classmethod
     def of(cls, error: ProtocolError) -> ErrorReply:
         return cls(error.code, error.message, error.op)
-
-
-Reply: TypeAlias = (
-    HelloReply
-    | MatchReply
-    | ContainsReply
-    | GetReply
-    | PutReply
-    | PinReply
-    | ClaimReply
-    | DeleteReply
-    | FlushReply
-    | InfoReply
-    | StatsReply
-    | LendReply
-    | BorrowReply
-    | ReleaseReply
-    | ReserveReply
-    | SealReply
-    | ErrorReply
-)
