@@ -16,19 +16,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_tiered_kv.native import _cpu
-from vllm_tiered_kv.native._cpu import BlockLayout, release_free_memory, sha256, xxh3_64
+from vllm_tiered_kv.native._cpu import (
+    MAX_REPLY_BLOCKS,
+    BlockLayout,
+    pack_get_reply,
+    read_get,
+    release_free_memory,
+    sha256,
+    xxh3_64,
+)
 
-__all__ = [
-    "BlockLayout",
-    "HostRegion",
-    "checksum",
-    "extend_keys",
-    "gather",
-    "release_free_memory",
-    "scatter",
-    "sha256",
-    "xxh3_64",
-]
+__all__ = ["BlockLayout", "HostRegion", "checksum", "extend_keys", "gather", "scatter"]
+__all__ += ["release_free_memory", "sha256", "xxh3_64"]
+# The headers of most reads: a `get` of a few blocks, and the reply with them. `wire/codec.py` has
+# all forms of these messages, but takes longer than the rest of such a request in a busy daemon.
+__all__ += ["MAX_REPLY_BLOCKS", "pack_get_reply", "read_get"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,7 +209,7 @@ def _keygen(arguments: Sequence[str]) -> int:
 
 
 def _verify(arguments: Sequence[str]) -> int:
-    from vllm_tiered_kv.server.verify_command import verify_folder
+    from vllm_tiered_kv.stores.ssd.verify import describe, verify
 
     parser = argparse.ArgumentParser(
         prog="tiered-kv-server verify",
@@ -217,7 +217,10 @@ def _verify(arguments: Sequence[str]) -> int:
         "The exit status is 1 if anything is damaged.",
     )
     parser.add_argument("folder", metavar="FOLDER", type=Path)
-    return verify_folder(parser.parse_args(arguments).folder)
+    folder = parser.parse_args(arguments).folder
+    report = verify(folder, lambda line: print(line, file=sys.stderr, flush=True))
+    print("\n".join(describe(report)))
+    return 0 if report.is_sound else 1
 
 
 def _status(arguments: Sequence[str]) -> int:

@@ -26,7 +26,7 @@ from vllm_tiered_kv.core.store import (
     StoreUsage,
 )
 from vllm_tiered_kv.core.tiers import Tier
-from vllm_tiered_kv.device.prefaulter import Prefaulter
+from vllm_tiered_kv.device.pinning import Prefaulter
 from vllm_tiered_kv.errors import NotDeletedError
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
