@@ -313,32 +313,27 @@ class RemoteStore:
 
     def usage(self) -> StoreUsage:
         """Returns the usage of the daemon's memory tier by all engines; zeros if it is unknown."""
-        end = self._deadline()
-        usage = StoreUsage(0, 0, 0)
-
-        def ask(connection: Connection) -> None:
-            nonlocal usage
-            facts = connection.call(Stats(), StatsReply, deadline=end).facts
-            usage = StoreUsage(
-                _number(facts, "blocks"),
-                _number(facts, "used_bytes"),
-                _number(facts, "capacity_bytes"),
-            )
-
-        self._caller.attempt(ask, end)
-        return usage
+        facts = self._stats(self._deadline())
+        return StoreUsage(
+            *(_number(facts, name) for name in ("blocks", "used_bytes", "capacity_bytes"))
+        )
 
     def read_speeds(self, deadline: float) -> dict[Tier, float]:
         """Returns the bytes per second at which the daemon reads its slower tiers, as far as the
         daemon announces them."""
+        facts = self._stats(deadline)
+        rates = {tier: _number(facts, "read_bytes_per_second", tier) for tier in _SLOWER}
+        return {tier: float(rate) for tier, rate in rates.items() if rate > 0}
+
+    def _stats(self, deadline: float) -> dict[str, Any]:
+        """Returns the daemon's statistics; none if it does not answer."""
         facts: dict[str, Any] = {}
 
         def ask(connection: Connection) -> None:
             facts.update(connection.call(Stats(), StatsReply, deadline=deadline).facts)
 
         self._caller.attempt(ask, deadline)
-        rates = {tier: _number(facts, "read_bytes_per_second", tier) for tier in _SLOWER}
-        return {tier: float(rate) for tier, rate in rates.items() if rate > 0}
+        return facts
 
     def attach(self) -> SharedMemory | None:
         """Returns the daemon's memory if the daemon runs on this host and shares it, else None.
