@@ -32,7 +32,7 @@ from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.tiers.demotion import Demotion, Unwritten
 from vllm_tiered_kv.server.tiers.fills import Fills
-from vllm_tiered_kv.server.tiers.lookups import Located, Lookups
+from vllm_tiered_kv.server.tiers.lookups import Lookups
 from vllm_tiered_kv.server.tiers.promotion import Promotion, Ready
 from vllm_tiered_kv.server.tiers.store_executor import StoreExecutor
 from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
@@ -107,7 +107,7 @@ class TieredStore:
         self._promotion = Promotion(
             self.memory, self._slower, ssd, backing, recorder, self._pool, self.backing_executor
         )
-        self._lookups = Lookups(
+        self.lookups = Lookups(
             self.memory, ssd, backing, recorder, self._pool, self.backing_executor
         )
         self._lock = threading.Lock()
@@ -116,33 +116,6 @@ class TieredStore:
         self.on_deleted: Callable[[Sequence[StoreKey]], None] = lambda keys: None
         """Called from any thread with keys of which memory has just deleted some."""
         self._flush_waiters: list[Callable[[list[str]], None]] = []
-
-    # ---- lookups --------------------------------------------------------------------------------
-
-    def match(
-        self,
-        keys: Sequence[StoreKey],
-        suffixes: Sequence[bytes],
-        done: Callable[[Located], None],
-    ) -> None:
-        """Counts the leading keys that are stored with every suffix; without suffixes the keys are
-        complete."""
-        self._lookups.match(keys, suffixes, done)
-
-    def match_and_hold(
-        self,
-        keys: Sequence[StoreKey],
-        suffixes: Sequence[bytes],
-        nbytes: int,
-        max_blocks: int,
-        done: Callable[[list[PinnedSlot], Located], None],
-    ) -> None:
-        """Like `match`, but pins leading blocks of `nbytes` bytes that are in memory for the
-        receiver, at most `max_blocks` of them; the others are only counted."""
-        self._lookups.match_and_hold(keys, suffixes, nbytes, max_blocks, done)
-
-    def contains(self, keys: Sequence[StoreKey], done: Callable[[list[Tier | None]], None]) -> None:
-        self._lookups.contains(keys, done)
 
     # ---- reading --------------------------------------------------------------------------------
 
@@ -289,9 +262,7 @@ class TieredStore:
 
         def near() -> None:
             missing = [
-                key
-                for key, tier in zip(keys, self._lookups.near(keys), strict=True)
-                if tier is None
+                key for key, tier in zip(keys, self.lookups.near(keys), strict=True) if tier is None
             ]
             present = len(keys) - len(missing)
             is_gone = self._delete_near(keys)
