@@ -171,14 +171,7 @@ class RemoteStore:
         """Returns for each block whether it is there for all ranks; False if the daemon does not
         answer."""
         suffixes = [rank.encode() for rank in ranks]
-        present: set[bytes] = set()
-
-        def ask(connection: Connection) -> None:
-            full = [key + suffix for key in keys for suffix in suffixes]
-            present.update(self._present(connection, full, deadline))
-
-        if not keys or not self._caller.attempt(ask, self._deadline(deadline)):
-            return [False] * len(keys)
+        present = self._find([key + suffix for key in keys for suffix in suffixes], deadline)
         return [all(key + suffix in present for suffix in suffixes) for key in keys]
 
     def match(self, keys: Sequence[StoreKey]) -> int:
@@ -205,17 +198,20 @@ class RemoteStore:
         return count
 
     def contains(self, keys: Sequence[StoreKey]) -> list[bool]:
-        end = self._deadline()
         ours = [self.identity.wire_key(key) for key in keys]
-        wanted = [key for key in ours if key is not None]
+        present = self._find([key for key in ours if key is not None], self._deadline())
+        return [key in present for key in ours]
+
+    def _find(self, keys: Sequence[bytes], deadline: float) -> set[bytes]:
+        """Returns which of these wire keys the daemon has; none if it does not answer."""
         present: set[bytes] = set()
 
         def ask(connection: Connection) -> None:
-            present.update(self._present(connection, wanted, end))
+            present.update(self._present(connection, keys, deadline))
 
-        if wanted:
-            self._caller.attempt(ask, end)
-        return [key in present for key in ours]
+        if keys:
+            self._caller.attempt(ask, deadline)
+        return present
 
     # ---- claims ---------------------------------------------------------------------------------
 

@@ -284,7 +284,8 @@ class TieredStore:
     def _delete_near(self, keys: Sequence[StoreKey]) -> bool:
         """Deletes from memory and SSD. False if the SSD may have some again after a crash."""
         with self._promotion.promotion_blocked(keys):
-            self._delete_from_memory(keys)
+            if self.memory.delete(keys):
+                self.on_deleted(keys)
             return self._delete_from(_SSD, keys)
 
     def _delete_from(self, tier: str, keys: Sequence[StoreKey]) -> bool:
@@ -294,10 +295,6 @@ class TieredStore:
             logger.warning("%s", error)
             return False
         return True
-
-    def _delete_from_memory(self, keys: Sequence[StoreKey]) -> None:
-        if self.memory.delete(keys):
-            self.on_deleted(keys)
 
     def _delete_far(self, keys: Sequence[StoreKey], not_near: Sequence[StoreKey]) -> int | None:
         """How many only the backing store had; None if it may still have some."""

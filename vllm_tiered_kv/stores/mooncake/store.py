@@ -106,10 +106,7 @@ class MooncakeStore(NetworkStore):
         for start in range(0, len(here), _BATCH):
             some = here[start : start + _BATCH]
             for n, header in zip(some, self._read_headers([keys[n] for n in some]), strict=True):
-                if header is not None:
-                    facts[n] = BlockFacts(
-                        header.payload_bytes, header.payload_checksum, header.parent
-                    )
+                facts[n] = None if header is None else header.facts
         self._refresh_usage()
         return facts
 

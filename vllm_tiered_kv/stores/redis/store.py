@@ -172,7 +172,7 @@ class RedisStore(NetworkStore):
             if is_answered and (lacks_parts or (header is None and head.reply != b"")):
                 damaged[key] = payload_bytes
             is_whole = is_answered and header is not None and key not in damaged
-            found.append((_facts(header) if header and is_whole else None, is_answered))
+            found.append((header.facts if header and is_whole else None, is_answered))
         self._remove_damaged(damaged, deadline)
         return found
 
@@ -449,10 +449,6 @@ def _parts_of(payload_bytes: int) -> int:
 def _header_of(key: StoreKey, reply: Reply) -> BlockHeader | None:
     header = decode_header(reply) if isinstance(reply, bytes) else None
     return header if header is not None and header.key == key else None
-
-
-def _facts(header: BlockHeader) -> BlockFacts:
-    return BlockFacts(header.payload_bytes, header.payload_checksum, header.parent)
 
 
 def _is_usable(request: Request) -> bool:

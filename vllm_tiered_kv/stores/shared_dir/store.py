@@ -216,10 +216,7 @@ class SharedDirStore:
 
     def _facts(self, key: StoreKey) -> BlockFacts | None:
         found = self.files.peek(key) if is_key(key) else None
-        if found is None:
-            return None
-        header = found.header
-        return BlockFacts(header.payload_bytes, header.payload_checksum, header.parent)
+        return None if found is None else found.header.facts
 
     # ---- bytes ----------------------------------------------------------------------------------
 
