@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.errors import ErrorCode
-from vllm_tiered_kv.wire import limits
-from vllm_tiered_kv.wire.codec import REPLIES, REQUESTS, specs_of
+from vllm_tiered_kv.wire import fields, limits
+from vllm_tiered_kv.wire.codec import REPLIES, REQUESTS, SPECS
 from vllm_tiered_kv.wire.messages import ErrorReply, Message, TierCode, put_codes
 
 _ERRORS = {
@@ -88,18 +88,60 @@ def protocol_reference() -> str:
 
 def _message(title: str, cls: type[Message]) -> list[str]:
     parts = [f"{title}. {inspect.getdoc(cls)}\n"]
-    specs = specs_of(cls)
+    specs = SPECS[cls]
     if specs:
         rows = []
         for name, spec in specs.items():
             each = f"; as many as `{spec.per}`" if spec.per else ""
-            rows.append((f"`{name}`", spec.kind.describe(), spec.meaning + each))
+            rows.append((f"`{name}`", _values(spec.kind), spec.meaning + each))
         parts.append(_table(("field", "type and values", "meaning"), rows))
     else:
         parts.append("No fields.\n")
     if cls.payload is not None:
         parts.append(f"Payload: one frame for each entry of `{cls.payload}`, of that length.\n")
     return parts
+
+
+def _values(kind: fields.Kind) -> str:
+    """The msgpack type of a field and its valid values."""
+    match kind:
+        case fields.Uint():
+            return f"uint, {fields.range_text(kind.low, kind.high)}"
+        case fields.Flag():
+            return "bool"
+        case fields.Text():
+            return f"str, at most {kind.max_chars} characters"
+        case fields.Bin():
+            return f"bin, {' or '.join(map(str, kind.sizes))} bytes"
+        case fields.Codes():
+            return f"bin, a byte each, {kind.low} to {kind.high}"
+        case fields.Choice():
+            return "str: " + ", ".join(f"`{choice.value}`" for choice in kind.choices)
+        case fields.Uints():
+            numbers = "distinct numbers" if kind.distinct else "numbers"
+            return f"bin, u64le {numbers}, {fields.range_text(kind.low, kind.high)}"
+        case fields.PackedUints():
+            return f"bin, u64le numbers, {fields.range_text(0, limits.MAX_UINT64)}"
+        case fields.Keys():
+            none = "; zeros: none" if isinstance(kind, fields.Parents) else ""
+            return f"bin, n times `width` bytes, at most {kind.max_count} keys{none}"
+        case fields.Suffixes():
+            return (
+                f"array of at most {kind.max_count} distinct bins, all of one length from 1 to "
+                f"{kind.max_bytes} bytes"
+            )
+        case fields.Texts():
+            return (
+                f"array of at most {kind.max_count} str, each at most {limits.MAX_TEXT} characters"
+            )
+        case fields.Record():
+            return f"map of {', '.join(f'`{name}`' for name in kind.names)}, each a uint"
+        case fields.Tree():
+            return (
+                "map of str to int, float, bool, str, array or map, "
+                f"nested at most {limits.MAX_TREE_DEPTH} levels"
+            )
+    raise TypeError(f"{type(kind).__name__} has no description")
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[object, ...]]) -> str:

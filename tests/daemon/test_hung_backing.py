@@ -202,7 +202,7 @@ class Hung:
         self.gate.clear()
 
         def all_hang() -> bool:
-            self.store.match([name(9000)], [], lambda located: None)
+            self.store.lookups.match([name(9000)], [], lambda located: None)
             return self.store.is_backing_absent
 
         eventually(all_hang)
@@ -214,7 +214,7 @@ class Hung:
 
     def located(self, *numbers: int) -> Located:
         answers = Answers()
-        self.store.match([name(n) for n in numbers], [], answers)
+        self.store.lookups.match([name(n) for n in numbers], [], answers)
         return answers.one()  # type: ignore[no-any-return]
 
     def fetch(self, n: int) -> bytes | None:
@@ -259,10 +259,10 @@ def test_lookup_with_hung_backing_reports_near_tiers(hung: Hung, absent: bool) -
     assert (found.count, found.tiers[Tier.MEMORY], found.tiers[Tier.SSD]) == (2, 1, 1)
     assert hung.located(1, 2, 3).count == 3, "nothing to be asked of it"
     answers = Answers()
-    hung.store.contains([name(99), name(2), name(3)], answers)
+    hung.store.lookups.contains([name(99), name(2), name(3)], answers)
     assert answers.one() == [None, Tier.SSD, Tier.MEMORY]
     borrowed = Answers()
-    hung.store.match_and_hold([name(1), name(2), name(99)], [], SIZE, 10, borrowed)
+    hung.store.lookups.match_and_hold([name(1), name(2), name(99)], [], SIZE, 10, borrowed)
     held, rest = borrowed.one()
     hung.store.memory.let_go(held)
     assert (len(held), rest.count) == (1, 1)
@@ -273,7 +273,7 @@ def test_put_and_get_with_hung_backing_work(hung: Hung) -> None:
     assert hung.put(1, Durability.DISK) is PutResult.STORED
     hung.hang_all()
     for _ in range(40):  # more than there are threads of any kind
-        hung.store.match([name(99)], [], lambda located: None)
+        hung.store.lookups.match([name(99)], [], lambda located: None)
         hung.store.fetch([name(98)], lambda position, held: None)
     assert hung.put(2) is PutResult.STORED
     assert hung.put(3, Durability.DISK) is PutResult.STORED

@@ -138,7 +138,9 @@ class Drafting:
         assert is_draft == [False] * own + [True] * (len(is_draft) - own)
         first = nbytes // len(group.layer_names) * own
         geometry, arena = self.engine.half.index.geometry, self.engine.worker_half.arena
-        for offset in geometry.offsets(np.arange(geometry.max_slots), 0).tolist():
+        for offset in geometry.offsets(
+            np.arange(geometry.num_slabs * geometry.slots_per_slab), 0
+        ).tolist():
             arena.bytes_at(offset, nbytes)[first + 1 :: 2] ^= 0x15
 
 

@@ -25,10 +25,11 @@ from tests.engine.keyed_requests import (
     named_image,
     write_adapter,
 )
+from tests.key_chain import extend_chain
 from vllm_tiered_kv.connector import assembly
 from vllm_tiered_kv.connector.identity.request_keys import KeyMaker
 from vllm_tiered_kv.connector.scheduler.partial_tail import Tail, tail_of
-from vllm_tiered_kv.core.key import BlockKey, extend_chain, group_suffix, root_digest, tail_key
+from vllm_tiered_kv.core.key import BlockKey, group_suffix, root_digest, tail_key
 from vllm_tiered_kv.errors import UnsupportedError
 
 # ---- the chain ----------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ class ToyEngine:
         arena = Arena(geometry.capacity_bytes)
         self.arena = np.lib.stride_tricks.as_strided(
             arena.bytes_at(0, arena.nbytes).view(np.int64),
-            (geometry.max_slots, len(LAYERS), self.block_size),
+            (geometry.num_slabs * geometry.slots_per_slab, len(LAYERS), self.block_size),
             (slot_bytes, self.block_size * 8, 8),
         )
         self.arena[:] = -3

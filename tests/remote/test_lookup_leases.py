@@ -21,8 +21,8 @@ from vllm_tiered_kv.core.store import PutResult, StoreKey, store_key
 from vllm_tiered_kv.device.shared_arena import PAGE
 from vllm_tiered_kv.errors import ConnectionLost
 from vllm_tiered_kv.remote import local_daemon, shared_memory
-from vllm_tiered_kv.remote.local_daemon import LeasedMatch, LocalDaemon
-from vllm_tiered_kv.remote.shared_memory import SharedMemory, _check_lookup
+from vllm_tiered_kv.remote.local_daemon import LocalDaemon
+from vllm_tiered_kv.remote.shared_memory import LeasedMatch, SharedMemory, _check_lookup
 from vllm_tiered_kv.remote.store import RemoteStore
 from vllm_tiered_kv.wire.fields import pack_uints
 from vllm_tiered_kv.wire.messages import Borrow, BorrowReply

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
+from tests.key_chain import extend_chain
 from tests.remote.daemon_facts import leases_of, requests_of
 from tests.remote.token_states import TOKEN_BYTES, read, states, store
 from vllm_tiered_kv.api import TokenCache
 from vllm_tiered_kv.api.token_keys import TokenKeys
 from vllm_tiered_kv.core.key import (
     Fingerprint,
-    extend_chain,
     root_digest,
 )
 from vllm_tiered_kv.errors import ConfigError, TokenCacheError

@@ -164,7 +164,7 @@ def test_a_wrong_name_is_noticed(name: str) -> None:
         "connector/worker/worker_half.py::WorkerHalf.wait_for_sources",
         "csrc/block_copy_cuda.cu::copy_kernel",
         "vllm_tiered_kv.core",
-        "vllm_tiered_kv.core.key.extend_chain",
+        "vllm_tiered_kv.core.key.tail_key",
         "/metrics",
         "reserve",
         "torch.no_such_thing",

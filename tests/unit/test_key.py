@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.key_chain import extend_chain
 from tests.patience import examples
 from vllm_tiered_kv.core.key import (
     Fingerprint,
     RankTag,
     canonical,
-    extend_chain,
     group_suffix,
     root_digest,
 )

@@ -8,12 +8,12 @@ from typing import Any
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.key_chain import extend_chain
 from tests.patience import examples
 from vllm_tiered_kv.core.key import (
     BlockKey,
     Fingerprint,
     RankTag,
-    extend_chain,
     group_suffix,
     root_digest,
 )

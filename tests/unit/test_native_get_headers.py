@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.patience import examples
 from tests.unit.test_wire_fuzz import CHANGES, change
 from vllm_tiered_kv.errors import NativeError, ProtocolError
-from vllm_tiered_kv.native.get_headers import MAX_REPLY_BLOCKS, pack_get_reply, read_get
+from vllm_tiered_kv.native.cpu import MAX_REPLY_BLOCKS, pack_get_reply, read_get
 from vllm_tiered_kv.wire.codec import decode_request, encode_reply, encode_request
 from vllm_tiered_kv.wire.messages import Contains, Get, GetReply
 

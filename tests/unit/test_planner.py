@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.patience import examples
 from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.cache.planner import Group, loadable_tokens, plan_store, telling_group
+from vllm_tiered_kv.cache.planner import Group, loadable_tokens, plan_store, representative_group
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.native._cpu import EVICTION_POLICIES
@@ -136,7 +136,7 @@ def test_plan_store_skipping_middle_fills_gaps(eviction: str) -> None:
     assert index.match_prefix(keys) == 16
 
 
-def test_telling_group_prefers_full_attention() -> None:
+def test_representative_group_prefers_full_attention() -> None:
     window, full = Group(0, 4, 64, 0, 10), Group(1, 4, 64, 0)
-    assert telling_group([window, full]) is full
-    assert telling_group([window]) is window
+    assert representative_group([window, full]) is full
+    assert representative_group([window]) is window

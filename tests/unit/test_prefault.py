@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_tiered_kv.device.pinning import BackgroundPinner
-from vllm_tiered_kv.device.prefaulter import Prefaulter
+from vllm_tiered_kv.device.pinning import BackgroundPinner, Prefaulter
 from vllm_tiered_kv.device.shared_arena import SharedArena
 from vllm_tiered_kv.native import memory
 from vllm_tiered_kv.native.cpu import HostRegion

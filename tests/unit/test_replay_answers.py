@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_tiered_kv.api.answers import Answer, Outcome, Token, compare_answers, read_answer
-from vllm_tiered_kv.api.openai_server import sum_counters
+from vllm_tiered_kv.api.openai_server import read_samples, sum_counters
 from vllm_tiered_kv.api.prompt_file import read_prompts
 from vllm_tiered_kv.errors import ReplayError
 from vllm_tiered_kv.metrics import names
@@ -57,7 +57,11 @@ def test_sum_counters_adds_over_labels() -> None:
         f'{name}_created{{engine="0",tier="cpu"}} 9.0\n{name}_total_other 5.0\n# {name}_total 7\n'
     )
     metrics = (names.LOADED_BLOCKS, names.LOAD_FAILURES)
-    assert sum_counters(page, metrics) == {"loaded_blocks": 43.0, "load_failures": 0.0}
+    sums = sum_counters(read_samples(page), metrics)
+    assert sums == {
+        "loaded_blocks": 43.0,
+        "load_failures": 0.0,
+    }
 
 
 def test_prompt_title_is_truncated(tmp_path: Path) -> None:

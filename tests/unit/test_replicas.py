@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
+from tests.key_chain import extend_chain
 from tests.patience import eventually
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
@@ -27,7 +28,7 @@ from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
 from vllm_tiered_kv.connector.scheduler.request_state import RequestState
 from vllm_tiered_kv.connector.worker.remote_io import RemoteIO
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
-from vllm_tiered_kv.core.key import BlockKey, RankTag, extend_chain
+from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.layout import BlockRuns, Run
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.cpu_copier import CpuChannel

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from vllm_tiered_kv.cache.durable_index import SlotPool
 from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.cache.slots import SlotPool
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry, SlabGeometry
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import InvariantError

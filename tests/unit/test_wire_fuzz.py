@@ -13,7 +13,7 @@ from tests.patience import examples
 from tests.wire_samples import SAMPLES, decode, encode, is_request, lengths_of
 from vllm_tiered_kv.core.store import Durability
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
-from vllm_tiered_kv.wire.codec import REPLIES, REQUESTS, UNREADABLE_ID, specs_of
+from vllm_tiered_kv.wire.codec import REPLIES, REQUESTS, SPECS, UNREADABLE_ID
 from vllm_tiered_kv.wire.header import peek_request_id
 from vllm_tiered_kv.wire.messages import ErrorReply, Message, Put, Reply, Request
 
@@ -100,7 +100,7 @@ def test_decode_every_changed_bit_and_byte(message: Request | Reply) -> None:
     assert survived > 0  # at least a changed id is valid, so the decoder gets that far
 
 
-NAMES = sorted({name for cls in (*REQUESTS.values(), *REPLIES.values()) for name in specs_of(cls)})
+NAMES = sorted({name for cls in (*REQUESTS.values(), *REPLIES.values()) for name in SPECS[cls]})
 SCALARS = st.one_of(
     st.none(),
     st.booleans(),
@@ -134,7 +134,7 @@ def test_decode_arbitrary_structures(as_request: bool, value: Any) -> None:
 def likely(cls: type[Message]) -> st.SearchStrategy[dict[str, Any]]:
     """Generates headers with the right fields, whose values are mostly invalid."""
     fields: dict[str, Any] = {"id": st.integers(1, 9), "op": st.just(cls.op)}
-    fields |= dict.fromkeys(specs_of(cls), VALUES)
+    fields |= dict.fromkeys(SPECS[cls], VALUES)
     return st.fixed_dictionaries(fields)
 
 

@@ -142,22 +142,6 @@ KEYS_AND_COPIES = (
         _KEY,
     ),
     Mutation(
-        "key-without-prefix",
-        "core/key.py",
-        'hashlib.sha256(parent + struct.pack("<I", len(extra))',
-        'hashlib.sha256(struct.pack("<I", len(extra))',
-        "a block is served behind another prefix than its own",
-        _KEY,
-    ),
-    Mutation(
-        "key-extra-without-length",
-        "core/key.py",
-        'struct.pack("<I", len(extra)) + extra + body',
-        "extra + body",
-        "bytes of an image pass for tokens",
-        _KEY,
-    ),
-    Mutation(
         "canonical-without-length",
         "core/key.py",
         'out += tag + struct.pack("<I", len(body)) + body',

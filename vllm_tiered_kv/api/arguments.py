@@ -1,9 +1,10 @@
-"""What the commands of `tiered-kv` share: the look of their help, and types of arguments."""
+"""What the commands of `tiered-kv` share: the look of help and tables, and types of arguments."""
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_tiered_kv.errors import ConfigError, ReplayError
@@ -83,3 +84,15 @@ def read_key(path: Path | None) -> str | None:
     if not key.isprintable() or not key:  # http.client would show the key in its error message
         raise ReplayError(f"{path} must contain one line with an API key and nothing else")
     return key
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table: the first and the last column to the left, numbers to the right."""
+    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if n in (0, len(row) - 1) else cell.rjust(width)
+            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

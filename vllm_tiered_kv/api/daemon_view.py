@@ -6,8 +6,10 @@ or send others, which are then left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from vllm_tiered_kv.api.arguments import columns
 
 _BAR = 30
 _NAMESPACES = 10  # in one look
@@ -35,7 +37,7 @@ def namespace_lines(info: Mapping[str, Any], most: int | None = None) -> list[st
             for cell in (size(row.get(f"{tier}_bytes", 0)), f"{row.get(f'{tier}_blocks', 0):,}")
         ]
         table.append([str(name), *cells, model])
-    lines = _columns(table)
+    lines = columns(table)
     if most is not None and len(rows) > most:
         lines.append(f"and {len(rows) - most} more")
     return lines
@@ -156,14 +158,3 @@ def size(nbytes: float) -> str:
 def _mapping(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = facts.get(name)
     return value if isinstance(value, Mapping) else {}
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The first and the last column to the left, numbers to the right."""
-    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
-
-    def cells(row: Sequence[str]) -> Iterator[str]:
-        for n, (cell, width) in enumerate(zip(row, widths, strict=True)):
-            yield cell.ljust(width) if n in (0, len(row) - 1) else cell.rjust(width)
-
-    return ["  ".join(cells(row)).rstrip() for row in rows]

@@ -55,6 +55,26 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Check:
+    """Makes the findings of one check."""
+
+    name: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def ok(self, text: str) -> Finding:
+        return Finding(self.name, Level.OK, text, "", self.facts)
+
+    def note(self, text: str) -> Finding:
+        return Finding(self.name, Level.NOTE, text, "", self.facts)
+
+    def warning(self, text: str, advice: str) -> Finding:
+        return Finding(self.name, Level.WARNING, text, advice, self.facts)
+
+    def error(self, text: str, advice: str) -> Finding:
+        return Finding(self.name, Level.ERROR, text, advice, self.facts)
+
+
+@dataclass(frozen=True)
 class Questions:
     """What the user wants to know beyond the state of the host."""
 
@@ -98,26 +118,19 @@ def check_package() -> Iterator[Finding]:
     try:
         from vllm_tiered_kv.native import _cpu  # noqa: F401
     except ImportError as error:
-        yield Finding(
-            name,
-            Level.ERROR,
+        yield Check(name, facts).error(
             f"the native module does not load: {error}",
             "install a wheel for this Python and this system, or build it here: pip install "
             "--force-reinstall --no-binary vllm-tiered-kv vllm-tiered-kv, with a C++ compiler",
-            facts,
         )
         return
-    yield Finding(
-        name, Level.OK, f"vllm-tiered-kv {__version__}, Python {facts['python']}", "", facts
-    )
+    yield Check(name, facts).ok(f"vllm-tiered-kv {__version__}, Python {facts['python']}")
 
 
 def check_vllm(installed: tuple[str, str] | None) -> Iterator[Finding]:
     if installed is None:
-        yield Finding(
-            "vllm",
-            Level.NOTE,
-            "vLLM is not installed in this environment; a daemon does not need it, an engine does",
+        yield Check("vllm").note(
+            "vLLM is not installed in this environment; a daemon does not need it, an engine does"
         )
         return
     distribution, version = installed
@@ -125,23 +138,16 @@ def check_vllm(installed: tuple[str, str] | None) -> Iterator[Finding]:
     number = parse_version(version)
     oldest, newest = (".".join(map(str, one)) for one in (OLDEST_VLLM, NEWEST_TESTED_VLLM))
     if number is not None and (0, 1) < number < OLDEST_VLLM:
-        yield Finding(
-            "vllm",
-            Level.ERROR,
-            f"{distribution} {version} is too old",
-            f"install vLLM {oldest} to {newest}",
-            facts,
+        yield Check("vllm", facts).error(
+            f"{distribution} {version} is too old", f"install vLLM {oldest} to {newest}"
         )
     elif number is not None and number > NEWEST_TESTED_VLLM:
-        yield Finding(
-            "vllm",
-            Level.WARNING,
+        yield Check("vllm", facts).warning(
             f"{distribution} {version} is newer than what the connector was tested with",
             f"use vLLM {newest}, or compare answers with tiered-kv replay",
-            facts,
         )
     else:
-        yield Finding("vllm", Level.OK, f"{distribution} {version}", "", facts)
+        yield Check("vllm", facts).ok(f"{distribution} {version}")
 
 
 def check_options() -> Iterator[Finding]:
@@ -149,17 +155,12 @@ def check_options() -> Iterator[Finding]:
     try:
         config = TieredKVConfig.load()
     except ConfigError as error:
-        yield Finding(
-            "environment",
-            Level.ERROR,
-            f"a variable would stop an engine: {error}",
-            "unset the variable or correct it",
+        yield Check("environment").error(
+            f"a variable would stop an engine: {error}", "unset the variable or correct it"
         )
         return
     if config != TieredKVConfig():
-        yield Finding(
-            "environment", Level.NOTE, f"variables set options of engines: {config.describe()}"
-        )
+        yield Check("environment").note(f"variables set options of engines: {config.describe()}")
 
 
 def check_gpus(gpus: list[host_facts.Gpu] | None) -> Iterator[Finding]:
@@ -172,38 +173,30 @@ def check_gpus(gpus: list[host_facts.Gpu] | None) -> Iterator[Finding]:
     if not gpus:
         built = f"built for CUDA {_dotted(runtime)}, loads" if runtime is not None else reason
         what = "nvidia-smi does not run here" if gpus is None else "nvidia-smi lists no GPU"
-        yield Finding("gpu", Level.NOTE, f"no NVIDIA GPU: {what}", "", {"gpus": []})
-        yield Finding("cuda module", Level.NOTE, built, "", {"runtime": runtime})
+        yield Check("gpu", {"gpus": []}).note(f"no NVIDIA GPU: {what}")
+        yield Check("cuda module", {"runtime": runtime}).note(built)
         return
     for name in sorted({gpu.name for gpu in gpus}):
         alike = [gpu for gpu in gpus if gpu.name == name]
         gib = alike[0].memory_mib / 1024
         text = f"{len(alike)} of {name}, {gib:.0f} GiB, driver {gpus[0].driver}"
         facts = {"name": name, "count": len(alike), "driver": gpus[0].driver}
-        yield Finding("gpu", Level.OK, text, "", facts)
+        yield Check("gpu", facts).ok(text)
     if runtime is None:
-        yield Finding(
-            "cuda module",
-            Level.ERROR,
+        yield Check("cuda module", {"runtime": None}).error(
             f"{reason}; an engine on this GPU refuses to start",
             "install a wheel that has it, or build with nvcc: TIERED_KV_CUDA=1 pip install .",
-            {"runtime": None},
         )
         return
     unusable = cuda.why_unavailable()
     if unusable is not None:
-        yield Finding(
-            "cuda module",
-            Level.ERROR,
+        yield Check("cuda module", {"runtime": runtime}).error(
             f"built for CUDA {_dotted(runtime)}, but {unusable}",
             f"update the NVIDIA driver to one for CUDA {_dotted(runtime)} or newer, and look at "
             "CUDA_VISIBLE_DEVICES",
-            {"runtime": runtime},
         )
         return
-    yield Finding(
-        "cuda module", Level.OK, f"built for CUDA {_dotted(runtime)}", "", {"runtime": runtime}
-    )
+    yield Check("cuda module", {"runtime": runtime}).ok(f"built for CUDA {_dotted(runtime)}")
     yield from check_pinning()
 
 
@@ -224,21 +217,15 @@ def check_pinning() -> Iterator[Finding]:
         finally:
             stream.close()
     except CudaError as error:
-        yield Finding(
-            "pinning",
-            Level.ERROR,
+        yield Check("pinning").error(
             f"{_PIN_PROBE_BYTES >> 20} MiB of memory cannot be pinned: {error}",
             "raise the limits of the container (memory, ulimit -l), free memory of GPU 0, or on "
             "WSL and in virtual machines see the driver's limit for pinned memory",
         )
         return
     speed = memory.nbytes / took
-    yield Finding(
-        "pinning",
-        Level.OK,
-        f"memory can be pinned, {speed / 1e9:.1f} GB/s",
-        "",
-        {"bytes_per_s": round(speed)},
+    yield Check("pinning", {"bytes_per_s": round(speed)}).ok(
+        f"memory can be pinned, {speed / 1e9:.1f} GB/s"
     )
 
 
@@ -259,38 +246,28 @@ def check_memory(
     text = f"{_gib(limit)} {where}; {_gib(available)} available now"
     room = int(limit * (1 - _RESERVE))
     if wanted is not None and wanted > room:
-        yield Finding(
-            "memory",
-            Level.ERROR,
+        yield Check("memory", facts).error(
             f"{text}; a cache of {_gib(wanted)} does not fit beside everything else",
             f"use at most {_gib(room)}, or raise the memory limit: pinned and shared memory count "
             "towards it in full",
-            facts,
         )
     elif wanted is not None and wanted > available:
-        yield Finding(
-            "memory",
-            Level.WARNING,
+        yield Check("memory", facts).warning(
             f"{text}, less than the {_gib(wanted)} of the cache",
             "stop what uses the memory, or take less: the cache takes all of it at start",
-            facts,
         )
     else:
-        yield Finding("memory", Level.OK, text, "", facts)
+        yield Check("memory", facts).ok(text)
 
 
 def check_locked_memory(limit: int | None) -> Iterator[Finding]:
     facts = {"limit": limit}
     if limit is None:
-        yield Finding("locked memory", Level.OK, "ulimit -l is unlimited", "", facts)
+        yield Check("locked memory", facts).ok("ulimit -l is unlimited")
         return
-    yield Finding(
-        "locked memory",
-        Level.NOTE,
+    yield Check("locked memory", facts).note(
         f"ulimit -l is {limit >> 10} KiB; NVIDIA's driver pins without it, RDMA does not: stores "
-        "that use RDMA need ulimit -l unlimited (Docker: --ulimit memlock=-1)",
-        "",
-        facts,
+        "that use RDMA need ulimit -l unlimited (Docker: --ulimit memlock=-1)"
     )
 
 
@@ -299,49 +276,42 @@ def check_huge_pages(info: dict[str, int]) -> Iterator[Finding]:
     nbytes = info.get("Hugepagesize", 0)
     facts = {"reserved": pages, "free": free, "page_bytes": nbytes}
     if pages:
-        text = (
+        yield Check("huge pages", facts).ok(
             f"{free} of {pages} reserved huge pages are free, {_gib(free * nbytes)}: the most that "
             "a daemon with huge_pages can take"
         )
     else:
-        text = (
+        yield Check("huge pages", facts).note(
             "no huge pages are reserved (vm.nr_hugepages); the daemon's huge_pages would need them"
         )
-    yield Finding("huge pages", Level.NOTE if not pages else Level.OK, text, "", facts)
 
 
 def check_numa(nodes: int, gpus: Sequence[host_facts.Gpu]) -> Iterator[Finding]:
     near = [gpu.numa_node for gpu in gpus]
     facts = {"nodes": nodes, "gpus": near}
     if nodes == 1:
-        yield Finding("numa", Level.OK, "one memory node", "", facts)
+        yield Check("numa", facts).ok("one memory node")
         return
     text = f"{nodes} memory nodes"
     for node in sorted({node for node in near if node is not None}):
         which = ", ".join(str(number) for number, one in enumerate(near) if one == node)
         text += f"; GPU {which} is at node {node}"
     text += ": memory of another node is slower to copy (numactl --cpunodebind=N --membind=N)"
-    yield Finding("numa", Level.NOTE, text, "", facts)
+    yield Check("numa", facts).note(text)
 
 
 def check_kernel(version: tuple[int, int] | None, descriptors: int | None) -> Iterator[Finding]:
     facts = {"kernel": version and ".".join(map(str, version)), "descriptors": descriptors}
     if version is not None and version < _POPULATE_KERNEL:
-        yield Finding(
-            "kernel",
-            Level.WARNING,
+        yield Check("kernel", facts).warning(
             f"Linux {facts['kernel']} cannot provide memory ahead of its use",
             "use Linux 5.14 or newer; until then memory is provided while an engine pins it, and "
             "blocks other calls to the GPU meanwhile",
-            facts,
         )
     if descriptors is not None and descriptors < _LITTLE_DESCRIPTORS:
-        yield Finding(
-            "descriptors",
-            Level.WARNING,
+        yield Check("descriptors", facts).warning(
             f"a process may open {descriptors} files and sockets: a daemon refuses clients beyond",
             "raise ulimit -Hn (systemd: LimitNOFILE=65536)",
-            facts,
         )
 
 
@@ -352,29 +322,25 @@ def check_model(path: Path, memory: int | None, ranks: int) -> Iterator[Finding]
     try:
         shape = read_shape(read_config(path), "auto", "auto", ranks)
     except ModelConfigError as error:
-        yield Finding(
-            "model", Level.ERROR, str(error), "name the folder of the model, or its config.json"
-        )
+        yield Check("model").error(str(error), "name the folder of the model, or its config.json")
         return
     wanted = memory or TieredKVConfig().cpu_memory
-    check = ModelCheck(shape, 16, ranks, wanted)
-    facts = check.as_json()
+    model = ModelCheck(shape, 16, ranks, wanted)
+    facts = model.as_json()
     name = shape.architecture or shape.model_type
-    if not check.is_cached:
-        yield Finding(
-            "model",
-            Level.WARNING,
-            f"{name} is not cached: {'; '.join(check.reasons)}",
+    if not model.is_cached:
+        yield Check("model", facts).warning(
+            f"{name} is not cached: {'; '.join(model.reasons)}",
             "it runs as without the cache; tiered-kv model --help says more",
-            facts,
         )
         return
-    text = f"{name} is cached, {kib(check.token_bytes)} KiB a token"
-    if check.tokens is not None:
-        text += f"; {_gib(wanted)} hold {check.tokens:,} tokens"
+    text = f"{name} is cached, {kib(model.token_bytes)} KiB a token"
+    if model.tokens is not None:
+        text += f"; {_gib(wanted)} hold {model.tokens:,} tokens"
     if shape.guesses:
         text += f"; a guess: {'; '.join(shape.guesses)}"
-    yield Finding("model", Level.OK if not shape.guesses else Level.NOTE, text, "", facts)
+    check = Check("model", facts)
+    yield check.note(text) if shape.guesses else check.ok(text)
 
 
 def check_disk(folder: Path) -> Iterator[Finding]:
@@ -382,7 +348,7 @@ def check_disk(folder: Path) -> Iterator[Finding]:
     try:
         if not folder.is_dir():
             advice = "create it on a local disk, for the user that runs the daemon"
-            yield Finding(name, Level.ERROR, f"{folder} is not a folder", advice)
+            yield Check(name).error(f"{folder} is not a folder", advice)
             return
         usage = os.statvfs(folder)
         free = usage.f_bavail * usage.f_frsize
@@ -392,24 +358,21 @@ def check_disk(folder: Path) -> Iterator[Finding]:
         advice = (
             "run as the user that runs the daemon, and give this user the folder and room in it"
         )
-        yield Finding(name, Level.ERROR, f"{folder}: {error.strerror}", advice)
+        yield Check(name).error(f"{folder}: {error.strerror}", advice)
         return
     facts = {"folder": str(folder), "file_system": kind, "free": free}
     text = f"{folder}: {kind or 'unknown file system'}, {_gib(free)} free"
-    yield _judge_disk(text, kind, speed, facts)
+    yield _disk_finding(text, kind, speed, facts)
 
 
-def _judge_disk(
+def _disk_finding(
     text: str, kind: str | None, speed: DiskSpeed | None, facts: dict[str, Any]
 ) -> Finding:
     if speed is None:
-        return Finding(
-            "ssd",
-            Level.WARNING,
+        return Check("ssd", facts).warning(
             f"{text}, without direct I/O, so its speed is not known",
             "use ext4 or xfs on a local disk: tmpfs is memory, and copies through the page cache "
             "take memory twice",
-            facts,
         )
     facts = {
         **facts,
@@ -420,14 +383,14 @@ def _judge_disk(
     text = f"{text}, reads {read:.2f} GB/s, writes {write:.2f} GB/s (a short probe)"
     if kind in _NETWORK_FILE_SYSTEMS:
         advice = "the SSD tier is for one daemon and a local disk; use --backing file:// for this"
-        return Finding("ssd", Level.WARNING, text, advice, facts)
+        return Check("ssd", facts).warning(text, advice)
     if speed.read_bytes_per_s < _SLOW_DISK:
         advice = (
             "a faster disk (NVMe): engines compute what they expect to load more slowly, so that "
             "little of this tier would be used"
         )
-        return Finding("ssd", Level.WARNING, text, advice, facts)
-    return Finding("ssd", Level.OK, text, "", facts)
+        return Check("ssd", facts).warning(text, advice)
+    return Check("ssd", facts).ok(text)
 
 
 def check_daemons(questions: Questions) -> Iterator[Finding]:
@@ -438,9 +401,7 @@ def check_daemons(questions: Questions) -> Iterator[Finding]:
                 raise ConfigError("--remote-key", "needs --remote-server-key, and the reverse")
             curve = CurveKeys.load(questions.remote_key, questions.remote_server_key)
         except ConfigError as error:
-            yield Finding(
-                "keys",
-                Level.ERROR,
+            yield Check("keys").error(
                 str(error),
                 "tiered-kv-server keygen makes pairs of files; the client needs its own "
                 ".key_secret and the daemon's .key",
@@ -454,14 +415,11 @@ def check_daemons(questions: Questions) -> Iterator[Finding]:
 def _check_key_file(path: Path) -> Iterator[Finding]:
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o077:
-        yield Finding(
-            "keys",
-            Level.WARNING,
-            f"{path} can be read by other users (mode {mode:o})",
-            f"chmod 600 {path}",
+        yield Check("keys").warning(
+            f"{path} can be read by other users (mode {mode:o})", f"chmod 600 {path}"
         )
     else:
-        yield Finding("keys", Level.OK, "both key files can be read, and the secret is private")
+        yield Check("keys").ok("both key files can be read, and the secret is private")
 
 
 def check_daemon(address: ServerAddress, curve: CurveKeys | None, timeout_s: float) -> Finding:
@@ -475,7 +433,7 @@ def check_daemon(address: ServerAddress, curve: CurveKeys | None, timeout_s: flo
             advice += "; the folder of its socket must be visible here, and the user the same"
         else:
             advice += "; on another host it needs keys, and an open port"
-        return Finding(name, Level.ERROR, str(error), advice, {"address": str(address)})
+        return Check(name, {"address": str(address)}).error(str(error), advice)
     tiers = info.get("tiers")
     shown = ""
     if isinstance(tiers, dict):
@@ -484,7 +442,7 @@ def check_daemon(address: ServerAddress, curve: CurveKeys | None, timeout_s: flo
             f"{tier} {_gib(nbytes)}" if nbytes else str(tier) for tier, nbytes in sizes
         )
     text = f"{address} answers: {info.get('server', 'a daemon')}; {shown}"
-    return Finding(name, Level.OK, text, "", {"address": str(address), "info": info})
+    return Check(name, {"address": str(address), "info": info}).ok(text)
 
 
 def _dotted(runtime: int | None) -> str:

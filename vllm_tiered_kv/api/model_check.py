@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_tiered_kv.api.arguments import columns
 from vllm_tiered_kv.api.model_shape import LayerGroup, LayerKind, ModelShape
 from vllm_tiered_kv.options import format_size
 
@@ -154,7 +154,7 @@ class ModelCheck:
         if self.token_bytes:
             rank, stored = kib(self.rank_token_bytes), kib(self.token_bytes)
             rows.append(("in all", "", rank, stored, "per token"))
-        return _columns(rows)
+        return columns(rows)
 
     def as_json(self) -> dict[str, Any]:
         shape = self.shape
@@ -203,14 +203,3 @@ def _is_state(group: LayerGroup) -> bool:
 def kib(nbytes: int) -> str:
     """KiB with up to two decimals, such as 68.62 or 1,024."""
     return f"{nbytes / 1024:,.2f}".rstrip("0").rstrip(".")
-
-
-def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if n in (0, len(row) - 1) else cell.rjust(width)
-            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

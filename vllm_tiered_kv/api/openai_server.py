@@ -129,10 +129,8 @@ class OpenAIServer:
 
     def counters(self, metrics: tuple[Metric, ...]) -> dict[str, float] | None:
         """Returns the counters, summed over their labels; None if the server has no metrics."""
-        content = self._content("/metrics", None)
-        if content is None:
-            return None
-        return sum_counters(content.decode(errors="replace"), metrics)
+        samples = self.samples()
+        return None if samples is None else sum_counters(samples, metrics)
 
     def counter_by(self, metric: Metric, label: str) -> dict[str, float]:
         """Returns a counter by the values of one label, summed over the others; empty if the server
@@ -205,13 +203,14 @@ def read_samples(text: str) -> list[Sample]:
     ]
 
 
-def sum_counters(text: str, metrics: tuple[Metric, ...]) -> dict[str, float]:
-    """Sums the samples of counters in Prometheus text format; a missing counter is 0."""
-    sums = {metric.exposed_name + "_total": 0.0 for metric in metrics}
-    for sample in read_samples(text):
-        if sample.name in sums:
-            sums[sample.name] += sample.value
-    return {metric.name: sums[metric.exposed_name + "_total"] for metric in metrics}
+def sum_counters(samples: list[Sample], metrics: tuple[Metric, ...]) -> dict[str, float]:
+    """Sums counters over their labels; a missing counter is 0."""
+    return {
+        metric.name: sum(
+            (one.value for one in samples if one.name == metric.exposed_name + "_total"), 0.0
+        )
+        for metric in metrics
+    }
 
 
 def _reason(content: bytes) -> str:

@@ -147,3 +147,24 @@ class DurableIndex(BlockIndex):
             rows.lengths,
             rows.checksums,
         )
+
+
+class SlotPool:
+    """Allocates slots without an index, lowest first: the typed interface of
+    `csrc/index/slot_pool.h`. It is not thread-safe."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._native = _cpu.SlotPool(*dimensions(geometry))
+        for size in geometry.slot_bytes:
+            self._native.add_class(size)
+
+    def allocate(self, size_class: int) -> int | None:
+        """Returns a free slot of the class; None if the class and the free slabs have none."""
+        return self._native.allocate(size_class)
+
+    def adopt(self, slots: Sequence[int], size_classes: Sequence[int]) -> None:
+        """Marks these slots of a new pool as used; a slab must have slots of one class only."""
+        self._native.adopt(slots, size_classes)
+
+    def release(self, slot: int) -> None:
+        self._native.release(slot)

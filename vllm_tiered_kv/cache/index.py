@@ -152,7 +152,8 @@ class BlockIndex:
                 del self._classes[previous]
             self._class_names[size_class] = owner, slot_bytes
             self._classes[owner, slot_bytes] = size_class
-            if self.quota_of is not None and not self._has_class(previous[0]):
+            has_class = any(name == previous[0] for name, _ in self._class_names)
+            if self.quota_of is not None and not has_class:
                 self._native.forget_quota(previous[0])
         if owner:
             self._apply_quota(owner)
@@ -171,9 +172,6 @@ class BlockIndex:
         """Limits the bytes of this owner's classes, in whole slabs and at least one slab."""
         self.flush_recency()
         self._native.set_quota(owner, quota_bytes)
-
-    def _has_class(self, owner: bytes) -> bool:
-        return any(name == owner for name, _ in self._class_names)
 
     # ---- queries: no side effects -----------------------------------------------------------
 

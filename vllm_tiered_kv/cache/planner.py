@@ -89,7 +89,7 @@ def groups_of(
     ]
 
 
-def telling_group(groups: Sequence[Group]) -> Group:
+def representative_group(groups: Sequence[Group]) -> Group:
     """Returns the group whose blocks best represent which tiers hold a prefix: the first one with
     full attention."""
     return next((group for group in groups if group.window is None), groups[0])

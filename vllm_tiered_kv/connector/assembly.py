@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from vllm_tiered_kv.cache.ghosts import Ghosts
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
-from vllm_tiered_kv.cache.planner import groups_of, telling_group
+from vllm_tiered_kv.cache.planner import groups_of, representative_group
 from vllm_tiered_kv.config import Mode, StorePolicy, TieredKVConfig
 from vllm_tiered_kv.connector.identity.model_fingerprint import (
     changed_since_start,
@@ -224,7 +224,7 @@ def _compute_once(
             )
         return None
     return ComputeOnce(
-        telling_group(tier.groups).block_size,
+        representative_group(tier.groups).block_size,
         engine.step_tokens,
         config.remote_load_timeout,
         loads.load_policy.costs.compute_seconds,

@@ -58,25 +58,18 @@ class TieredKVPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, Any] = {}
         for metric in names.ALL:
-            labels = [*labelnames, *metric.labels]
-            if metric.kind is names.Kind.COUNTER:
-                self._metrics[metric.name] = self._counter_cls(
-                    name=metric.exposed_name, documentation=metric.help, labelnames=labels
-                )
-            elif metric.kind is names.Kind.HISTOGRAM:
-                self._metrics[metric.name] = self._histogram_cls(
-                    name=metric.exposed_name,
-                    documentation=metric.help,
-                    labelnames=labels,
-                    buckets=metric.buckets,
-                )
-            else:
-                self._metrics[metric.name] = self._gauge_cls(
-                    name=metric.exposed_name,
-                    documentation=metric.help,
-                    labelnames=labels,
-                    multiprocess_mode="mostrecent",
-                )
+            kinds: dict[names.Kind, tuple[Any, dict[str, Any]]] = {
+                names.Kind.COUNTER: (self._counter_cls, {}),
+                names.Kind.HISTOGRAM: (self._histogram_cls, {"buckets": metric.buckets}),
+                names.Kind.GAUGE: (self._gauge_cls, {"multiprocess_mode": "mostrecent"}),
+            }
+            make, more = kinds[metric.kind]
+            self._metrics[metric.name] = make(
+                name=metric.exposed_name,
+                documentation=metric.help,
+                labelnames=[*labelnames, *metric.labels],
+                **more,
+            )
             for engine_labels in per_engine_labelvalues.values():
                 for values in metric.series:
                     self._metrics[metric.name].labels(*engine_labels, *values)

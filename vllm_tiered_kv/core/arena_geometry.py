@@ -103,11 +103,6 @@ class ArenaGeometry:
         """Returns the geometry for blocks of these lengths; equal lengths share a class."""
         return cls(capacity_bytes, tuple(sorted({aligned(n) for n in block_bytes})))
 
-    @property
-    def max_slots(self) -> int:
-        """One past the largest slot id."""
-        return self.num_slabs * self.slots_per_slab
-
     def class_of_block(self, block_bytes: int) -> int:
         return self.slot_bytes.index(aligned(block_bytes))
 

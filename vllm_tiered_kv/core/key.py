@@ -1,7 +1,7 @@
 """Defines block keys: the namespace, the scope of a request, and the hash chain over its tokens.
 
-`vllm_tiered_kv.native.cpu.extend_keys` is the fast implementation of `extend_chain`; a property
-test checks that both return the same keys.
+`vllm_tiered_kv.native.cpu.extend_keys` computes the chain; a property test compares its keys with
+those of the definition below, in Python.
 
     namespace  = SHA256 over every property that makes two caches' bytes incompatible
     root       = SHA256("tiered-kv root" | namespace | scope)       scope: LoRA, salt, epoch
@@ -35,7 +35,6 @@ FORMAT_VERSION = 1
 """Increase it whenever the bytes of a stored block or the meaning of a key change."""
 
 CONTENT_BYTES = 16
-DIGEST_BYTES = 32
 
 BlockKey = NewType("BlockKey", bytes)
 """Content hash (16 bytes) followed by the KV-cache group id (1 byte)."""
@@ -122,24 +121,3 @@ def tail_key(parent: bytes, tokens: Sequence[int], extra: bytes = b"") -> BlockK
     body = canonical((parent, extra, struct.pack(f"<{len(tokens)}I", *tokens)))
     digest = hashlib.sha256(b"tiered-kv tail\0" + body).digest()
     return BlockKey(digest[:CONTENT_BYTES] + group_suffix(0))
-
-
-def extend_chain(
-    parent: bytes,
-    tokens: Sequence[int],
-    block_size: int,
-    extras: Mapping[int, bytes] | None = None,
-    suffix: bytes = b"\0",
-) -> tuple[list[BlockKey], bytes]:
-    """Returns the keys of the full blocks of `tokens`, and the digest that continues the chain.
-
-    This is the reference implementation.
-    """
-    extras = extras or {}
-    keys: list[BlockKey] = []
-    for index, start in enumerate(range(0, len(tokens) - block_size + 1, block_size)):
-        extra = extras.get(index, b"")
-        body = struct.pack(f"<{block_size}I", *tokens[start : start + block_size])
-        parent = hashlib.sha256(parent + struct.pack("<I", len(extra)) + extra + body).digest()
-        keys.append(BlockKey(parent[:CONTENT_BYTES] + suffix))
-    return keys, parent

@@ -45,7 +45,6 @@ class Arena:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._view: np.ndarray | None = np.frombuffer(self._map, dtype=np.uint8)
         self.nbytes = nbytes
-        self.pin_chunk_bytes = chunk_bytes
         self.region = HostRegion(self._view.ctypes.data, nbytes, chunk_bytes)
         self._pinner = BackgroundPinner(
             self.region,

@@ -24,14 +24,14 @@ from vllm_tiered_kv.core.layout import BlockRuns
 from vllm_tiered_kv.core.transfer import GroupTransfer, Int64Array
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import LoadDone, PinnedBlocks, StoreDone
-from vllm_tiered_kv.device.cuda_channel import CudaChannel
-from vllm_tiered_kv.device.inbound import Pages
+from vllm_tiered_kv.device.inbound import Direct, Pages
 from vllm_tiered_kv.device.inbound_choice import ChosenInbound
 from vllm_tiered_kv.device.layer_parts import LayerParts
 from vllm_tiered_kv.device.outbound import open_outbound
 from vllm_tiered_kv.errors import TieredKVError
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.native import cuda as native
+from vllm_tiered_kv.native.cpu import HostRegion
 
 logger = logging.getLogger(__name__)
 
@@ -330,3 +330,31 @@ class CudaCopier:
             return False
         self._spare_events.append(event)
         return True
+
+
+class CudaChannel:
+    """The `Channel` of `CudaCopier`: scatters on its own stream, after the fence.
+
+    The thread that loads from daemons uses it. Later steps may record the fence again meanwhile.
+    The fence only moves forward on the compute stream, so waiting for a later one is correct too.
+    """
+
+    def __init__(
+        self, device: int, layouts: Mapping[int, native.CudaBlockLayout], fence: native.Event
+    ) -> None:
+        self._direct = Direct(layouts)
+        self._fence = fence
+        self._stream = native.Stream(device, low_priority=True)
+
+    def scatter(
+        self, group_id: int, block_ids: Int64Array, region: HostRegion, offsets: Int64Array
+    ) -> None:
+        self._stream.wait(self._fence)
+        self._direct.enqueue(PinnedBlocks(group_id, block_ids, region, offsets), self._stream)
+
+    def finish(self) -> None:
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        self._stream.close()

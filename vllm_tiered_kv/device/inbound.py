@@ -97,12 +97,6 @@ class Pages:
                 host_piece_bytes=blocks.region.piece_bytes,
             )
 
-    def synchronize(self) -> None:
-        pass  # it uses only the caller's stream
-
-    def close(self) -> None:
-        pass
-
 
 class Direct:
     """A kernel that reads the slots in mapped host memory."""

@@ -1,4 +1,5 @@
-"""Pins memory for a GPU in a background thread, from the lowest address to the highest.
+"""Populates the pages of memory in a background thread, and pins them for a GPU, from the lowest
+address to the highest.
 
 Pinning takes about a quarter of a second per gigabyte, most of it in the kernel to allocate pages.
 The pages are populated before they are pinned, because the CUDA driver blocks the calls of other
@@ -20,10 +21,43 @@ from vllm_tiered_kv.options import format_size
 logger = logging.getLogger(__name__)
 
 PIN_CHUNK_BYTES = 256 << 20
-_POPULATE_CHUNK_BYTES = 64 << 20  # small, so that `close` does not wait for long
+_POPULATE_BYTES = 64 << 20  # small, so that `close` does not wait for long
 
 Pin = Callable[[int, int], None]  # address, length
 Unpin = Callable[[int], None]  # address
+
+
+def populate(region: HostRegion, start: int, end: int, stop: threading.Event) -> bool:
+    """Asks the kernel to allocate the pages of a part of the region, until `stop`; False if it
+    cannot: then they are allocated when they are pinned or written."""
+    return all(
+        stop.is_set() or memory.populate(region.address + at, min(_POPULATE_BYTES, end - at))
+        for at in range(start, end, _POPULATE_BYTES)
+    )
+
+
+class Prefaulter:
+    """Populates a region of the daemon's memory before blocks are written to it. Call `close`
+    before unmapping it; idempotent."""
+
+    def __init__(self, region: HostRegion) -> None:
+        self._region = region
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._populate, name="tiered-kv-prefault", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _populate(self) -> None:
+        if not populate(self._region, 0, self._region.nbytes, self._stop):
+            logger.info(
+                "the kernel cannot populate memory in advance; pages are allocated when blocks "
+                "are written"
+            )
 
 
 class BackgroundPinner:
@@ -74,19 +108,12 @@ class BackgroundPinner:
     def _pin_next(self, pin: Pin) -> None:
         start = self.ready_bytes
         length = min(self._chunk_bytes, self._region.nbytes - start)
-        self._populate(start, start + length)
+        populate(self._region, start, start + length, self._stop)
         if self._stop.is_set():
             return
         pin(self._region.address + start, length)
         self._pinned.append(self._region.address + start)
         self.ready_bytes = start + length  # published last: readers only ever see pinned bytes
-
-    def _populate(self, start: int, end: int) -> None:
-        """Asks the kernel to allocate the pages. If it cannot, pinning allocates them."""
-        for at in range(start, end, _POPULATE_CHUNK_BYTES):
-            length = min(_POPULATE_CHUNK_BYTES, end - at)
-            if self._stop.is_set() or not memory.populate(self._region.address + at, length):
-                return
 
     def _pin_all(self, pin: Pin) -> None:
         while self.ready_bytes < self._region.nbytes and not self._stop.is_set():

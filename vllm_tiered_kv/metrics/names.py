@@ -335,46 +335,5 @@ UNPINNED_BLOCKS = _counter(
 ENDED_BLOCKS = _counter(
     "ended_blocks", "Blocks that are evicted first because their session has ended.", _CPU
 )
-ALL: tuple[Metric, ...] = (
-    HIT_TOKENS,
-    SAVED_SECONDS,
-    MISS_TOKENS,
-    COMPUTED_TOKENS,
-    WOULD_HIT_TOKENS,
-    RECOMPUTED_TOKENS,
-    HIT_BLOCKS,
-    MISS_BLOCKS,
-    LOADED_BLOCKS,
-    LOADED_BYTES,
-    EARLY_LOADS,
-    LOAD_FAILURES,
-    STORED_BLOCKS,
-    STORED_BYTES,
-    DROPPED_BLOCKS,
-    EVICTED_BLOCKS,
-    EVICTED_BYTES,
-    LOOKUPS,
-    LOOKUP_SECONDS,
-    LOAD_SECONDS,
-    STORE_SECONDS,
-    LOAD_DECISIONS,
-    LOAD_SPEED,
-    PREFILL_SPEED,
-    SHARED_PREFIX_WAITS,
-    SHARED_PREFIX_TOKENS,
-    VERIFIED_BLOCKS,
-    INEXACT_BLOCKS,
-    DIFFERING_BLOCKS,
-    UNVERIFIED_BLOCKS,
-    DAEMON_UP,
-    DAEMON_ERRORS,
-    USED_BYTES,
-    CAPACITY_BYTES,
-    PENDING_STORES,
-    REQUEST_CONTROLS,
-    PINNED_BYTES,
-    UNPINNED_BLOCKS,
-    ENDED_BLOCKS,
-)
-
+ALL = tuple(one for one in tuple(vars().values()) if isinstance(one, Metric))
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in ALL}

@@ -161,47 +161,5 @@ SSD_READ_SECONDS = _histogram(
 SSD_WRITE_SECONDS = _histogram(
     "ssd_write_seconds", "Writing the blocks of a batch to the SSD, in parallel, without a sync."
 )
-HISTOGRAMS: tuple[Metric, ...] = (REQUEST_SECONDS, SSD_READ_SECONDS, SSD_WRITE_SECONDS)
-
-ALL: tuple[Metric, ...] = (
-    HITS,
-    MISSES,
-    PUTS,
-    PROMOTED,
-    NOT_PROMOTED,
-    NOT_WRITTEN,
-    EVICTED,
-    DAMAGED,
-    NOT_KEPT,
-    BACKING_LATE,
-    REQUESTS,
-    ERRORS,
-    BYTES_IN,
-    BYTES_OUT,
-    CLIENTS_DROPPED,
-    CLIENTS_REFUSED,
-    CAPACITY_BYTES,
-    USED_BYTES,
-    BLOCKS,
-    PENDING_BLOCKS,
-    PENDING_BYTES,
-    READ_SPEED,
-    BACKING_ABSENT,
-    SESSIONS,
-    ATTACHMENTS,
-    NAMESPACES,
-    LEASES,
-    LEASED_BYTES,
-    SILENT_LEASED_BYTES,
-    CLAIMS,
-    PINS,
-    PINNED_BYTES,
-    REPLY_BYTES,
-    PUT_BYTES,
-    NETWORK_BYTES,
-    BUILD_INFO,
-    START_TIME,
-    HEALTHY,
-    NAMESPACE_BYTES,
-    *HISTOGRAMS,
-)
+ALL = tuple(one for one in tuple(vars().values()) if isinstance(one, Metric))
+HISTOGRAMS = tuple(one for one in ALL if one.kind is Kind.HISTOGRAM)

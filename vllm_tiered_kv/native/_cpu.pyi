@@ -46,8 +46,16 @@ def checksum(
 ) -> NDArray[np.uint64]: ...
 def xxh3_64(data: Buffer) -> int: ...
 def hash_buffers(buffers: Sequence[Buffer], threads: int) -> list[int]: ...
-def follow(first: Any, last: Any, next: str, wanted: str, most: int) -> list[Any]: ...
-def send_frames(function: int, socket: int, buffers: Sequence[Buffer], flags: int) -> int: ...
+def follow(first: Any, last: Any, next: str, wanted: str, most: int) -> list[Any]:
+    """Returns the attribute `wanted` of `first` and of the objects that follow it by `next`, before
+    `last`, at most `most` of them. A Python loop over thousands of objects is slow."""
+
+def send_frames(function: int, socket: int, buffers: Sequence[Buffer], flags: int) -> int:
+    """Sends each buffer with the function at this address, which must be zmq_send_const.
+
+    Nothing is copied, so the memory must stay valid until zmq has sent it. Returns 0, or the errno
+    of the first buffer that zmq refused."""
+
 def copy_and_hash(into: Sequence[Buffer], sources: Sequence[Buffer], threads: int) -> list[int]: ...
 def receive_short_frame(function: int, socket: int) -> bytes | None: ...
 
@@ -99,7 +107,15 @@ def extend_keys(
     block_size: int,
     extras: dict[int, bytes] | None,
     suffix: bytes,
-) -> tuple[list[bytes], bytes]: ...
+) -> tuple[list[bytes], bytes]:
+    """Returns the keys of the blocks of `tokens[start:stop]`, and the digest for the next call.
+
+    `digest[i] = SHA-256(digest[i - 1] || u32le(len(extra)) || extra || tokens of block i, u32le)`
+    with `parent` (32 bytes) before the first and `extra = extras.get(i, b"")`, where `i` counts the
+    blocks of this call from 0. A key is the first 16 bytes of its digest, followed by `suffix`. A
+    token outside `[0, 2**32)` raises NativeError, because a placeholder must never get a key.
+    """
+
 def _force_portable(on: bool) -> None: ...
 
 EVICTION_POLICIES: list[str]

@@ -10,25 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_tiered_kv.native import _cpu
-from vllm_tiered_kv.native._cpu import BlockLayout, release_free_memory, sha256, xxh3_64
+from vllm_tiered_kv.native._cpu import (
+    MAX_REPLY_BLOCKS,
+    BlockLayout,
+    extend_keys,
+    follow,
+    pack_get_reply,
+    read_get,
+    release_free_memory,
+    send_frames,
+    sha256,
+    xxh3_64,
+)
 
-__all__ = [
-    "BlockLayout",
-    "HostRegion",
-    "checksum",
-    "extend_keys",
-    "gather",
-    "release_free_memory",
-    "scatter",
-    "sha256",
-    "xxh3_64",
-]
+__all__ = ["BlockLayout", "HostRegion", "checksum", "extend_keys", "gather", "scatter"]
+__all__ += ["follow", "release_free_memory", "send_frames", "sha256", "xxh3_64"]
+# The headers of most reads: a `get` of a few blocks, and the reply with them. `wire/codec.py` has
+# all forms of these messages, but takes longer than the rest of such a request in a busy daemon.
+__all__ += ["MAX_REPLY_BLOCKS", "pack_get_reply", "read_get"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,25 +79,6 @@ def checksum(
 ) -> NDArray[np.uint64]:
     """Returns the XXH3 (64 bits, seed 0) of `nbytes` bytes at each offset of the region."""
     return _cpu.checksum(region.address, region.nbytes, offsets, nbytes, threads)
-
-
-def extend_keys(
-    parent: bytes,
-    tokens: Sequence[int] | NDArray[np.int32] | NDArray[np.int64],
-    start: int,
-    stop: int,
-    block_size: int,
-    extras: dict[int, bytes] | None,
-    suffix: bytes,
-) -> tuple[list[bytes], bytes]:
-    """Returns the keys of the blocks of `tokens[start:stop]`, and the digest for the next call.
-
-    `digest[i] = SHA-256(digest[i - 1] || u32le(len(extra)) || extra || tokens of block i, u32le)`
-    with `parent` (32 bytes) before the first and `extra = extras.get(i, b"")`, where `i` counts the
-    blocks of this call from 0. A key is the first 16 bytes of its digest, followed by `suffix`. A
-    token outside `[0, 2**32)` raises NativeError, because a placeholder must never get a key.
-    """
-    return _cpu.extend_keys(parent, tokens, start, stop, block_size, extras, suffix)
 
 
 def copy_bytes(into: memoryview, source: memoryview) -> None:
@@ -176,21 +161,3 @@ class FillPool:
     def wait(self) -> None:
         """Waits until all copies started before the call have finished and can be collected."""
         self._native.wait()
-
-
-def follow(first: Any, last: Any, next: str, wanted: str, most: int) -> list[Any]:
-    """Returns the attribute `wanted` of `first` and of the objects that follow it by `next`.
-
-    It stops before `last` and after `most` objects. The loop is native, because a Python loop over
-    thousands of objects is slow.
-    """
-    return _cpu.follow(first, last, next, wanted, most)
-
-
-def send_frames(function: int, socket: int, buffers: Sequence[memoryview], flags: int) -> int:
-    """Sends each buffer with the function at this address, which must be zmq_send_const.
-
-    Nothing is copied, so the memory must stay valid until zmq has sent it. Returns 0, or the errno
-    of the first buffer that zmq refused.
-    """
-    return _cpu.send_frames(function, socket, buffers, flags)

@@ -18,27 +18,15 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from vllm_tiered_kv.core.key import BlockKey, RankTag
-from vllm_tiered_kv.core.tiers import Tier
-from vllm_tiered_kv.remote.shared_memory import LookupLease, SharedMemory
+from vllm_tiered_kv.remote.shared_memory import LeasedMatch, SharedMemory
 from vllm_tiered_kv.remote.store import RemoteStore
 
 logger = logging.getLogger(__name__)
 
 _MAINTAIN_EVERY_S = 0.5
 _CLOSING_S = 0.5  # most time for the release of leases on close
-
-
-@dataclass(frozen=True, slots=True)
-class LeasedMatch:
-    """A prefix hit whose leading blocks may be leased."""
-
-    count: int
-    lease: LookupLease | None
-    by_tier: dict[Tier, int]
-    """How many of the blocks have their fastest copy in each tier."""
 
 
 class LocalDaemon:
@@ -119,8 +107,7 @@ class LocalDaemon:
         memory = self.attach()
         found = None if memory is None else memory.lookup(keys, ranks, nbytes, deadline)
         if found is not None:
-            by_tier = dict(zip((Tier.MEMORY, Tier.SSD, Tier.BACKING), found.tiers, strict=True))
-            return LeasedMatch(found.count, found.lease, by_tier)
+            return found
         match = self._store.match_all(keys, ranks, 0, deadline)
         return None if match is None else LeasedMatch(match.count, None, match.by_tier)
 

@@ -34,6 +34,7 @@ import numpy as np
 from vllm_tiered_kv.core.breaker import Breaker
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.store import PutResult, StoreKey
+from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import Int64Array, UInt64Array
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
 from vllm_tiered_kv.errors import (
@@ -167,13 +168,13 @@ class LookupLease:
 
 
 @dataclass(frozen=True, slots=True)
-class LookupReply:
-    """Result of `SharedMemory.lookup`: the number of leading blocks, in total and by tier, and the
-    lease of those in memory, if any."""
+class LeasedMatch:
+    """A prefix hit whose leading blocks may be leased."""
 
     count: int
-    tiers: list[int]
     lease: LookupLease | None
+    by_tier: dict[Tier, int]
+    """How many of the blocks have their fastest copy in each tier."""
 
 
 class SharedMemory:
@@ -327,12 +328,12 @@ class SharedMemory:
 
     def lookup(
         self, keys: Sequence[BlockKey], ranks: Sequence[RankTag], nbytes: int, deadline: float
-    ) -> LookupReply | None:
+    ) -> LeasedMatch | None:
         """Counts the leading blocks that the daemon has for all ranks and leases those in memory,
         in one round trip; None if the daemon does not support that or does not answer in time."""
         suffixes = [rank.encode() for rank in ranks]
 
-        def ask(connection: Connection, end: float) -> LookupReply | None:
+        def ask(connection: Connection, end: float) -> LeasedMatch | None:
             connection.open(end)
             assert connection.greeting is not None
             if BORROW_CAPABILITY not in connection.greeting.capabilities:
@@ -343,12 +344,12 @@ class SharedMemory:
             reply = connection.call(request, BorrowReply, deadline=end)
             capacity = self.arena.capacity_bytes
             self._validate(reply, lambda: _check_lookup(reply, request, capacity))
+            by_tier = dict(zip((Tier.MEMORY, Tier.SSD, Tier.BACKING), reply.tiers, strict=True))
             if not reply.lease:
-                return LookupReply(reply.count, reply.tiers, None)
+                return LeasedMatch(reply.count, None, by_tier)
             with self._leases_lock:
                 self._lookup_leases.add(reply.lease)
-            lease = LookupLease(self, reply, len(ranks))
-            return LookupReply(reply.count, reply.tiers, lease)
+            return LeasedMatch(reply.count, LookupLease(self, reply, len(ranks)), by_tier)
 
         if not keys or not ranks or not self._can_lease_lookups:
             return None

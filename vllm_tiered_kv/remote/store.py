@@ -171,14 +171,7 @@ class RemoteStore:
         """Returns for each block whether it is there for all ranks; False if the daemon does not
         answer."""
         suffixes = [rank.encode() for rank in ranks]
-        present: set[bytes] = set()
-
-        def ask(connection: Connection) -> None:
-            full = [key + suffix for key in keys for suffix in suffixes]
-            present.update(self._present(connection, full, deadline))
-
-        if not keys or not self._caller.attempt(ask, self._deadline(deadline)):
-            return [False] * len(keys)
+        present = self._find([key + suffix for key in keys for suffix in suffixes], deadline)
         return [all(key + suffix in present for suffix in suffixes) for key in keys]
 
     def match(self, keys: Sequence[StoreKey]) -> int:
@@ -205,17 +198,20 @@ class RemoteStore:
         return count
 
     def contains(self, keys: Sequence[StoreKey]) -> list[bool]:
-        end = self._deadline()
         ours = [self.identity.wire_key(key) for key in keys]
-        wanted = [key for key in ours if key is not None]
+        present = self._find([key for key in ours if key is not None], self._deadline())
+        return [key in present for key in ours]
+
+    def _find(self, keys: Sequence[bytes], deadline: float) -> set[bytes]:
+        """Returns which of these wire keys the daemon has; none if it does not answer."""
         present: set[bytes] = set()
 
         def ask(connection: Connection) -> None:
-            present.update(self._present(connection, wanted, end))
+            present.update(self._present(connection, keys, deadline))
 
-        if wanted:
-            self._caller.attempt(ask, end)
-        return [key in present for key in ours]
+        if keys:
+            self._caller.attempt(ask, deadline)
+        return present
 
     # ---- claims ---------------------------------------------------------------------------------
 
@@ -313,32 +309,27 @@ class RemoteStore:
 
     def usage(self) -> StoreUsage:
         """Returns the usage of the daemon's memory tier by all engines; zeros if it is unknown."""
-        end = self._deadline()
-        usage = StoreUsage(0, 0, 0)
-
-        def ask(connection: Connection) -> None:
-            nonlocal usage
-            facts = connection.call(Stats(), StatsReply, deadline=end).facts
-            usage = StoreUsage(
-                _number(facts, "blocks"),
-                _number(facts, "used_bytes"),
-                _number(facts, "capacity_bytes"),
-            )
-
-        self._caller.attempt(ask, end)
-        return usage
+        facts = self._stats(self._deadline())
+        return StoreUsage(
+            *(_number(facts, name) for name in ("blocks", "used_bytes", "capacity_bytes"))
+        )
 
     def read_speeds(self, deadline: float) -> dict[Tier, float]:
         """Returns the bytes per second at which the daemon reads its slower tiers, as far as the
         daemon announces them."""
+        facts = self._stats(deadline)
+        rates = {tier: _number(facts, "read_bytes_per_second", tier) for tier in _SLOWER}
+        return {tier: float(rate) for tier, rate in rates.items() if rate > 0}
+
+    def _stats(self, deadline: float) -> dict[str, Any]:
+        """Returns the daemon's statistics; none if it does not answer."""
         facts: dict[str, Any] = {}
 
         def ask(connection: Connection) -> None:
             facts.update(connection.call(Stats(), StatsReply, deadline=deadline).facts)
 
         self._caller.attempt(ask, deadline)
-        rates = {tier: _number(facts, "read_bytes_per_second", tier) for tier in _SLOWER}
-        return {tier: float(rate) for tier, rate in rates.items() if rate > 0}
+        return facts
 
     def attach(self) -> SharedMemory | None:
         """Returns the daemon's memory if the daemon runs on this host and shares it, else None.

@@ -30,7 +30,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from vllm_tiered_kv.core.store import MAX_KEY_BYTES, StoreKey
+from vllm_tiered_kv.core.store import MAX_KEY_BYTES, BlockFacts, StoreKey
 from vllm_tiered_kv.native.cpu import xxh3_64
 
 MAGIC = b"TKVBLOCK"
@@ -55,6 +55,10 @@ class BlockHeader:
     @property
     def file_bytes(self) -> int:
         return HEADER_BYTES + self.payload_bytes
+
+    @property
+    def facts(self) -> BlockFacts:
+        return BlockFacts(self.payload_bytes, self.payload_checksum, self.parent)
 
 
 def is_key(key: bytes) -> bool:

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 _REMEMBERED_DROPS = 65536
 _AUTO_THREADS = 0  # the native code chooses how many threads pay off
 _MAX_LOGGED_LENGTHS = 64  # bounds the log: clients can send blocks of any length
+_KEYS_AT_ONCE = 256
 
 
 class PinnedSlot(NamedTuple):
@@ -91,27 +92,6 @@ def split_by_kind(blocks: list[NewBlock]) -> list[list[NewBlock]]:
     return [list(run) for _, run in itertools.groupby(blocks, kind_of)]
 
 
-class _TooLargeLog:
-    """Warns about blocks that are too large for the memory tier, once per length."""
-
-    def __init__(self) -> None:
-        self._logged: set[int] = set()
-
-    def warn(self, nbytes: int, max_bytes: int) -> None:
-        if nbytes in self._logged or len(self._logged) >= _MAX_LOGGED_LENGTHS:
-            return
-        self._logged.add(nbytes)
-        logger.warning(
-            "blocks of %s are not cached: this memory tier takes blocks up to %s; "
-            "give the daemon more memory",
-            format_size(nbytes),
-            format_size(max_bytes),
-        )
-
-
-_KEYS_AT_ONCE = 256
-
-
 class MemoryStore:
     """A BlockStore with an exact capacity, in memory that other processes can map.
 
@@ -142,7 +122,7 @@ class MemoryStore:
         self._slab_slot_bytes = [0] * self._geometry.num_slabs  # slot size of each slab
         self._lock = threading.RLock()
         self._dropped: dict[StoreKey, None] = {}  # blocks that got no slot, oldest first
-        self._too_large = _TooLargeLog()
+        self._too_large: set[int] = set()  # lengths of blocks that were logged
         self._closed = False
 
     # ---- BlockStore -----------------------------------------------------------------------------
@@ -528,7 +508,14 @@ class MemoryStore:
 
     def _class_for(self, key: StoreKey, nbytes: int) -> int | None:
         if not 0 < nbytes <= self._geometry.slab_bytes:
-            self._too_large.warn(nbytes, self._geometry.slab_bytes)
+            if nbytes not in self._too_large and len(self._too_large) < _MAX_LOGGED_LENGTHS:
+                self._too_large.add(nbytes)
+                logger.warning(
+                    "blocks of %s are not cached: this memory tier takes blocks up to %s; "
+                    "give the daemon more memory",
+                    format_size(nbytes),
+                    format_size(self._geometry.slab_bytes),
+                )
             return None
         return self._index.class_for(nbytes, owner_of(key, self._quota_of))
 

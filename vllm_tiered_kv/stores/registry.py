@@ -95,15 +95,14 @@ def open_store(options: BackingOptions) -> BackingStore:
     return _module_of(options.url).open_store(options)
 
 
-def _needs(scheme: _Scheme) -> str:
-    return f" (needs {_INSTALL.format(scheme.extra)})" if scheme.extra else ""
-
-
 def _module_of(url: str) -> StoreModule:
     name, separator, _ = url.partition("://")
     scheme = _SCHEMES.get(name) if separator else None
     if scheme is None:
-        known = ", ".join(f"{name}://" + _needs(scheme) for name, scheme in _SCHEMES.items())
+        known = ", ".join(
+            f"{name}://" + (f" (needs {_INSTALL.format(scheme.extra)})" if scheme.extra else "")
+            for name, scheme in _SCHEMES.items()
+        )
         raise ConfigError("backing", f"{redacted(url)!r} must start with one of {known}")
     try:
         return cast(StoreModule, importlib.import_module(scheme.module))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
+from vllm_tiered_kv.wire import messages
 from vllm_tiered_kv.wire.fields import Record, Spec, Suffixes, Text, Texts, Tree, Uint
 from vllm_tiered_kv.wire.header import Buffer, pack_map, peek_request_id, unpack_map
 from vllm_tiered_kv.wire.limits import (
@@ -22,18 +23,24 @@ from vllm_tiered_kv.wire.limits import (
 )
 from vllm_tiered_kv.wire.messages import ErrorReply, Hello, Message, Reply, Request
 
+_M = TypeVar("_M", bound=Message)
+
 UNREADABLE_ID = 0
 """Request id of an error reply to a message whose id could not be read. No request uses it."""
 
-REQUESTS: dict[str, type[Message]] = {cls.op: cls for cls in get_args(Request)}
-REPLIES: dict[str, type[Message]] = {
-    cls.op: cls for cls in get_args(Reply) if cls is not ErrorReply
-}
+
+def _by_op(base: type[_M]) -> dict[str, type[_M]]:
+    classes = [one for one in vars(messages).values() if isinstance(one, type)]
+    return {cls.op: cls for cls in classes if issubclass(cls, base) and hasattr(cls, "op")}
+
+
+REQUESTS = _by_op(Request)
+REPLIES = _by_op(Reply)
+del REPLIES[ErrorReply.op]
 
 _MAX_OP = 32
 _ID = Uint(0, MAX_UINT64)
 _OP = Text(_MAX_OP)
-_M = TypeVar("_M", bound=Message)
 
 
 def _specs(cls: type[Message]) -> dict[str, Spec]:
@@ -45,7 +52,7 @@ def _specs(cls: type[Message]) -> dict[str, Spec]:
     }
 
 
-_SPECS = {cls: _specs(cls) for cls in (*REQUESTS.values(), *REPLIES.values(), ErrorReply)}
+SPECS = {cls: _specs(cls) for cls in (*REQUESTS.values(), *REPLIES.values(), ErrorReply)}
 _REQUIRED = object()
 
 
@@ -66,27 +73,22 @@ def _fields(cls: type[Message]) -> list[_Field]:
     }
     return [
         _Field(name, spec.kind.encode, spec.kind.decode, defaults.get(name, _REQUIRED))
-        for name, spec in _SPECS[cls].items()
+        for name, spec in SPECS[cls].items()
     ]
 
 
-_FIELDS = {cls: _fields(cls) for cls in _SPECS}
+_FIELDS = {cls: _fields(cls) for cls in SPECS}
 # Messages without container fields.
 _FLAT = {
     cls
-    for cls, specs in _SPECS.items()
+    for cls, specs in SPECS.items()
     if not any(isinstance(spec.kind, (Suffixes, Texts, Record, Tree)) for spec in specs.values())
 }
 # Pairs of fields that must have equally many entries.
 _PAIRS = {
     cls: [(name, spec.per) for name, spec in specs.items() if spec.per is not None]
-    for cls, specs in _SPECS.items()
+    for cls, specs in SPECS.items()
 }
-
-
-def specs_of(cls: type[Message]) -> dict[str, Spec]:
-    """Returns the fields of a message in the order of its header."""
-    return dict(_SPECS[cls])
 
 
 def encode_request(request_id: int, request: Request) -> bytes:
@@ -109,8 +111,7 @@ def decode_request(header: Buffer, payload_lengths: Sequence[int]) -> tuple[int,
     cls = REQUESTS.get(op)
     if cls is None:
         raise ProtocolError(ErrorCode.UNKNOWN_OP, f"unknown op {op!r}", request_id, op)
-    request = _decode(cls, fields, payload_lengths, request_id)
-    return request_id, request  # type: ignore[return-value]
+    return request_id, _decode(cls, fields, payload_lengths, request_id)
 
 
 def decode_reply(header: Buffer, payload_lengths: Sequence[int]) -> tuple[int, Reply]:
@@ -125,8 +126,7 @@ def decode_reply(header: Buffer, payload_lengths: Sequence[int]) -> tuple[int, R
     cls = REPLIES.get(op)
     if cls is None:
         raise ProtocolError(ErrorCode.UNKNOWN_OP, f"unknown op {op!r}", request_id, op)
-    reply = _decode(cls, fields, payload_lengths, request_id)
-    return request_id, reply  # type: ignore[return-value]
+    return request_id, _decode(cls, fields, payload_lengths, request_id)
 
 
 def _encode(fields: dict[str, Any], message: Message, request_id: int) -> bytes:

@@ -29,9 +29,6 @@ class Kind(Protocol):
     directions. Every request passes through here, so the checks are written to be cheap.
     """
 
-    def describe(self) -> str:
-        """Returns the msgpack type and the valid values, for docs/protocol.md."""
-
     def encode(self, value: Any, width: int) -> Any:
         """Validates a value and converts it to what msgpack packs."""
 
@@ -71,13 +68,10 @@ class Uint:
     low: int = 0
     high: int = MAX_UINT64
 
-    def describe(self) -> str:
-        return f"uint, {_range(self.low, self.high)}"
-
     def check(self, value: Any, width: int = 0) -> Any:
         if type(value) is not int or not self.low <= value <= self.high:
             _require(value, int, "a whole number")
-            raise invalid(f"expected {_range(self.low, self.high)}, got {value}")
+            raise invalid(f"expected {range_text(self.low, self.high)}, got {value}")
         return value
 
     encode = decode = check
@@ -85,9 +79,6 @@ class Uint:
 
 @dataclass(frozen=True)
 class Flag:
-    def describe(self) -> str:
-        return "bool"
-
     def check(self, value: Any, width: int = 0) -> Any:
         _require(value, bool, "true or false")
         return value
@@ -98,9 +89,6 @@ class Flag:
 @dataclass(frozen=True)
 class Text:
     max_chars: int = MAX_TEXT
-
-    def describe(self) -> str:
-        return f"str, at most {self.max_chars} characters"
 
     def check(self, value: Any, width: int = 0) -> Any:
         _require(value, str, "text")
@@ -123,9 +111,6 @@ class CutText(Text):
 class Bin:
     sizes: tuple[int, ...]
 
-    def describe(self) -> str:
-        return f"bin, {' or '.join(map(str, self.sizes))} bytes"
-
     def check(self, value: Any, width: int = 0) -> Any:
         _require(value, bytes, "bytes")
         if len(value) not in self.sizes:
@@ -144,9 +129,6 @@ class Codes:
     high: int
     max_count: int
 
-    def describe(self) -> str:
-        return f"bin, a byte each, {self.low} to {self.high}"
-
     def check(self, value: Any, width: int = 0) -> Any:
         _require(value, bytes, "bytes")
         _require_count(len(value), self.max_count, "codes")
@@ -161,9 +143,6 @@ class Codes:
 class Choice:
     choices: type[enum.Enum]
 
-    def describe(self) -> str:
-        return "str: " + ", ".join(f"`{choice.value}`" for choice in self.choices)
-
     def encode(self, value: Any, width: int) -> Any:
         _require(value, self.choices, f"a {self.choices.__name__}")
         return value.value
@@ -173,7 +152,8 @@ class Choice:
         try:
             return self.choices(raw)
         except ValueError:
-            raise invalid(f"{raw[:32]!r} is not one of {self.describe()[5:]}") from None
+            known = ", ".join(f"`{choice.value}`" for choice in self.choices)
+            raise invalid(f"{raw[:32]!r} is not one of {known}") from None
 
 
 @dataclass(frozen=True)
@@ -184,10 +164,6 @@ class Uints:
     low: int = 0
     high: int = MAX_UINT64
     distinct: bool = False
-
-    def describe(self) -> str:
-        kind = "distinct numbers" if self.distinct else "numbers"
-        return f"bin, u64le {kind}, {_range(self.low, self.high)}"
 
     def encode(self, value: Any, width: int) -> Any:
         try:
@@ -228,7 +204,7 @@ class Uints:
             return too_large(f"{len(numbers)} numbers; at most {self.max_count} are allowed")
         if self.low <= min(numbers) and max(numbers) <= self.high:
             return invalid("the numbers are not distinct")
-        return invalid(f"expected numbers, {_range(self.low, self.high)}")
+        return invalid(f"expected numbers, {range_text(self.low, self.high)}")
 
 
 @dataclass(frozen=True)
@@ -236,9 +212,6 @@ class PackedUints:
     """Like `Uints`, but the value stays packed, for callers that use it as an array."""
 
     max_count: int
-
-    def describe(self) -> str:
-        return f"bin, u64le numbers, {_range(0, MAX_UINT64)}"
 
     def check(self, value: Any, width: int = 0) -> Any:
         _require(value, bytes, "packed numbers")
@@ -262,9 +235,6 @@ class Keys:
     """Packed keys of equal length."""
 
     max_count: int
-
-    def describe(self) -> str:
-        return f"bin, n times `width` bytes, at most {self.max_count} keys"
 
     def encode(self, value: Any, width: int) -> Any:
         _require_count(len(value), self.max_count, "keys")
@@ -290,9 +260,6 @@ class Keys:
 class Parents(Keys):
     """Packed keys, each of which may be absent. All zeros encode an absent key."""
 
-    def describe(self) -> str:
-        return f"{super().describe()}; zeros: none"
-
     def encode(self, value: Any, width: int) -> Any:
         none = bytes(width)
         if none in value:
@@ -308,12 +275,6 @@ class Parents(Keys):
 class Suffixes:
     max_count: int
     max_bytes: int
-
-    def describe(self) -> str:
-        return (
-            f"array of at most {self.max_count} distinct bins, all of one length from 1 to "
-            f"{self.max_bytes} bytes"
-        )
 
     def check(self, value: Any, width: int = 0) -> Any:
         _require(value, list, "an array")
@@ -334,9 +295,6 @@ class Suffixes:
 class Texts:
     max_count: int
 
-    def describe(self) -> str:
-        return f"array of at most {self.max_count} str, each at most {MAX_TEXT} characters"
-
     def check(self, value: Any, width: int = 0) -> Any:
         _require(value, list, "an array")
         _require_count(len(value), self.max_count, "texts")
@@ -353,33 +311,24 @@ class Record:
 
     record: type[Any]
 
-    def describe(self) -> str:
-        names = ", ".join(f"`{name}`" for name in self._names())
-        return f"map of {names}, each a uint"
-
     def encode(self, value: Any, width: int) -> Any:
         _require(value, self.record, f"a {self.record.__name__}")
-        return {name: Uint().encode(getattr(value, name), 0) for name in self._names()}
+        return {name: Uint().encode(getattr(value, name), 0) for name in self.names}
 
     def decode(self, raw: Any, width: int) -> Any:
         _require(raw, dict, "a map")
-        if set(raw) != set(self._names()):
-            raise invalid(f"expected the fields {', '.join(self._names())}")
-        return self.record(**{name: Uint().decode(raw[name], 0) for name in self._names()})
+        if set(raw) != set(self.names):
+            raise invalid(f"expected the fields {', '.join(self.names)}")
+        return self.record(**{name: Uint().decode(raw[name], 0) for name in self.names})
 
-    def _names(self) -> list[str]:
+    @property
+    def names(self) -> list[str]:
         return [field.name for field in dataclasses.fields(self.record)]
 
 
 @dataclass(frozen=True)
 class Tree:
     """Free-form data for people and monitoring; its names are not part of the protocol."""
-
-    def describe(self) -> str:
-        return (
-            "map of str to int, float, bool, str, array or map, "
-            f"nested at most {MAX_TREE_DEPTH} levels"
-        )
 
     def check(self, value: Any, width: int = 0) -> Any:
         _require(value, dict, "a map")
@@ -411,6 +360,6 @@ def _check_tree(value: Any, depth: int) -> None:
         raise invalid(f"a {type(value).__name__} cannot be sent")
 
 
-def _range(low: int, high: int) -> str:
+def range_text(low: int, high: int) -> str:
     top = "2^64 - 1" if high == MAX_UINT64 else str(high)
     return top if low == high else f"{low} to {top}"

@@ -65,6 +65,18 @@ class Message:
         """Raises ProtocolError where fields that are valid alone do not fit each other."""
 
 
+class Request(Message):
+    """A message from a client."""
+
+    __slots__ = ()
+
+
+class Reply(Message):
+    """A message from the daemon."""
+
+    __slots__ = ()
+
+
 def check_total(lengths: list[int]) -> None:
     if sum(lengths) > MAX_MESSAGE_BYTES:
         raise too_large(f"a payload of {sum(lengths)} bytes; at most {MAX_MESSAGE_BYTES} allowed")
@@ -103,7 +115,7 @@ LeaseList: TypeAlias = Annotated[list[int], Spec(Uints(MAX_KEYS, 1, distinct=Tru
 
 
 @dataclass(frozen=True, slots=True)
-class Hello(Message):
+class Hello(Request):
     """Opens a session and binds its namespace, key width and block lengths."""
 
     op: ClassVar[str] = "hello"
@@ -134,7 +146,7 @@ class Hello(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Match(Message):
+class Match(Request):
     """Counts the leading positions that are present without a gap.
 
     Each key followed by each suffix is a full key; a position counts only if all of its full keys
@@ -154,7 +166,7 @@ class Match(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Contains(Message):
+class Contains(Request):
     """Reports which tier holds each key. Changes nothing, not even the eviction order."""
 
     op: ClassVar[str] = "contains"
@@ -163,7 +175,7 @@ class Contains(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Get(Message):
+class Get(Request):
     """Reads blocks.
 
     Blocks that do not fit in one message must be requested with `stream`.
@@ -180,7 +192,7 @@ class Get(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Put(Message):
+class Put(Request):
     """Stores blocks, one payload frame each."""
 
     op: ClassVar[str] = "put"
@@ -203,7 +215,7 @@ class Put(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Pin(Message):
+class Pin(Request):
     """Protects blocks from eviction for a limited time."""
 
     op: ClassVar[str] = "pin"
@@ -213,7 +225,7 @@ class Pin(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Claim(Message):
+class Claim(Request):
     """Announces that this client computes blocks, so that others wait for them.
 
     Claims the leading keys that no other client has claimed, or extends claims of this client. Says
@@ -234,7 +246,7 @@ class Claim(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Delete(Message):
+class Delete(Request):
     """Deletes blocks and their pins."""
 
     op: ClassVar[str] = "delete"
@@ -243,7 +255,7 @@ class Delete(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class DeleteNamespace(Message):
+class DeleteNamespace(Request):
     """Deletes the blocks that memory and SSD hold of a namespace, and their pins.
 
     It may be another namespace than the session's. A backing store keeps its blocks. Blocks that
@@ -257,28 +269,28 @@ class DeleteNamespace(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Flush(Message):
+class Flush(Request):
     """Makes everything acknowledged before as durable as the daemon can."""
 
     op: ClassVar[str] = "flush"
 
 
 @dataclass(frozen=True, slots=True)
-class Info(Message):
+class Info(Request):
     """Asks for facts about the daemon: version, tiers, capacities."""
 
     op: ClassVar[str] = "info"
 
 
 @dataclass(frozen=True, slots=True)
-class Stats(Message):
+class Stats(Request):
     """Asks for the daemon's counters: what it has done and what it holds."""
 
     op: ClassVar[str] = "stats"
 
 
 @dataclass(frozen=True, slots=True)
-class Lend(Message):
+class Lend(Request):
     """Leases blocks in shared memory for reading. A block stays in its slot until released."""
 
     op: ClassVar[str] = "lend"
@@ -287,7 +299,7 @@ class Lend(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Borrow(Message):
+class Borrow(Request):
     """Like `match`, and leases the leading positions that are in memory.
 
     A position is leased with all its suffixes or not at all. Needs the capability `borrow`.
@@ -306,7 +318,7 @@ class Borrow(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Release(Message):
+class Release(Request):
     """Releases leases. A reserved block that was not sealed is dropped."""
 
     op: ClassVar[str] = "release"
@@ -314,7 +326,7 @@ class Release(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Reserve(Message):
+class Reserve(Request):
     """Leases free slots in shared memory for new blocks, which the client then writes and seals."""
 
     op: ClassVar[str] = "reserve"
@@ -325,32 +337,11 @@ class Reserve(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Seal(Message):
+class Seal(Request):
     """Makes reserved blocks readable. Ends their leases, whatever the result."""
 
     op: ClassVar[str] = "seal"
     leases: LeaseList
-
-
-Request: TypeAlias = (
-    Hello
-    | Match
-    | Contains
-    | Get
-    | Put
-    | Pin
-    | Claim
-    | Delete
-    | DeleteNamespace
-    | Flush
-    | Info
-    | Stats
-    | Lend
-    | Borrow
-    | Release
-    | Reserve
-    | Seal
-)
 
 
 # ---- replies of the daemon ----------------------------------------------------------------------
@@ -422,7 +413,7 @@ def _check_tiers(count: int, tiers: list[int]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class HelloReply(Message):
+class HelloReply(Reply):
     """The session is open."""
 
     op: ClassVar[str] = "hello"
@@ -437,7 +428,7 @@ class HelloReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class MatchReply(Message):
+class MatchReply(Reply):
     """The leading positions that are present, counted by the fastest tier that holds them."""
 
     op: ClassVar[str] = "match"
@@ -449,7 +440,7 @@ class MatchReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class ContainsReply(Message):
+class ContainsReply(Reply):
     """A tier code for each key of the request."""
 
     op: ClassVar[str] = "contains"
@@ -459,7 +450,7 @@ class ContainsReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class GetReply(Message):
+class GetReply(Reply):
     """Some or all of the requested blocks, one payload frame each.
 
     A key that no reply of the stream names is a miss.
@@ -490,7 +481,7 @@ class GetReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class PutReply(Message):
+class PutReply(Reply):
     """A put code for each key of the request."""
 
     op: ClassVar[str] = "put"
@@ -498,7 +489,7 @@ class PutReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class PinReply(Message):
+class PinReply(Reply):
     """How many keys are present and were pinned, or whose pins were released."""
 
     op: ClassVar[str] = "pin"
@@ -506,7 +497,7 @@ class PinReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimReply(Message):
+class ClaimReply(Reply):
     """Which of the keys are claimed, by whom, and until when."""
 
     op: ClassVar[str] = "claim"
@@ -526,7 +517,7 @@ class ClaimReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class DeleteReply(Message):
+class DeleteReply(Reply):
     """How many of the keys were present."""
 
     op: ClassVar[str] = "delete"
@@ -534,7 +525,7 @@ class DeleteReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class DeleteNamespaceReply(Message):
+class DeleteNamespaceReply(Reply):
     """How many blocks were deleted. None of them is back after a crash."""
 
     op: ClassVar[str] = "delete_namespace"
@@ -542,14 +533,14 @@ class DeleteNamespaceReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class FlushReply(Message):
+class FlushReply(Reply):
     """Everything is as durable as the daemon can make it."""
 
     op: ClassVar[str] = "flush"
 
 
 @dataclass(frozen=True, slots=True)
-class InfoReply(Message):
+class InfoReply(Reply):
     """Facts about the daemon, for display only: a client must not depend on them."""
 
     op: ClassVar[str] = "info"
@@ -557,7 +548,7 @@ class InfoReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class StatsReply(Message):
+class StatsReply(Reply):
     """The daemon's counters, for display only: a client must not depend on them."""
 
     op: ClassVar[str] = "stats"
@@ -565,7 +556,7 @@ class StatsReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class LendReply(Message):
+class LendReply(Reply):
     """Where the blocks are; all lists have one entry per key. A key without a lease is a miss.
 
     Blocks may share a lease; they are then released together.
@@ -582,7 +573,7 @@ class LendReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class BorrowReply(Message):
+class BorrowReply(Reply):
     """The reply of `match`, and where the leased positions are.
 
     Blocks are ordered by position, then by suffix, as in the request. They share one lease.
@@ -611,7 +602,7 @@ class BorrowReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseReply(Message):
+class ReleaseReply(Reply):
     """How many of the leases existed and were released."""
 
     op: ClassVar[str] = "release"
@@ -619,7 +610,7 @@ class ReleaseReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class ReserveReply(Message):
+class ReserveReply(Reply):
     """Where to write; all lists have one entry per key."""
 
     op: ClassVar[str] = "reserve"
@@ -642,7 +633,7 @@ class ReserveReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class SealReply(Message):
+class SealReply(Reply):
     """A put code for each lease of the request."""
 
     op: ClassVar[str] = "seal"
@@ -650,7 +641,7 @@ class SealReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorReply(Message):
+class ErrorReply(Reply):
     """The request was refused or failed. Ends a stream. Any request may get it."""
 
     op: ClassVar[str] = ""  # on the wire it carries the op of the request
@@ -663,25 +654,3 @@ class ErrorReply(Message):
     @classmethod
     def of(cls, error: ProtocolError) -> ErrorReply:
         return cls(error.code, error.message, error.op)
-
-
-Reply: TypeAlias = (
-    HelloReply
-    | MatchReply
-    | ContainsReply
-    | GetReply
-    | PutReply
-    | PinReply
-    | ClaimReply
-    | DeleteReply
-    | DeleteNamespaceReply
-    | FlushReply
-    | InfoReply
-    | StatsReply
-    | LendReply
-    | BorrowReply
-    | ReleaseReply
-    | ReserveReply
-    | SealReply
-    | ErrorReply
-)

@@ -26,6 +26,7 @@ This module reads no vLLM: the scheduler half passes keys and lengths.
 
 from __future__ import annotations
 
+import bisect
 import enum
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -382,11 +383,6 @@ class ComputeOnce:
 def _shared(first: Sequence[BlockKey], second: Sequence[BlockKey], start: int, stop: int) -> int:
     """How many blocks two sequences of keys share, known to share the block at `start`. A key
     stands for the whole prefix, so equal keys mean equal keys before them."""
-    low, high = start + 1, stop
-    while low < high:
-        middle = (low + high) // 2
-        if first[middle] == second[middle]:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    return bisect.bisect_left(
+        range(stop), True, start + 1, stop, key=lambda block: first[block] != second[block]
+    )

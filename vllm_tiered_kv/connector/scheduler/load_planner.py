@@ -11,7 +11,12 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.cost_model import between
-from vllm_tiered_kv.cache.planner import Group, end_of_full_groups, loadable_tokens, telling_group
+from vllm_tiered_kv.cache.planner import (
+    Group,
+    end_of_full_groups,
+    loadable_tokens,
+    representative_group,
+)
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
 from vllm_tiered_kv.connector.scheduler.hashed_blocks import ids_of
 from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
@@ -341,7 +346,7 @@ class LoadPlanner:
             if probed and self._remote is not None:
                 first, stop = match.computed + probed.start, match.computed + probed.stop
                 nbytes = self.load_policy.bytes_of(probed)
-                group = telling_group(self._groups)
+                group = representative_group(self._groups)
                 self._remote.probe(state, group, range(first, stop), nbytes)
         lookup = state.remote.take_lookup()  # a restarted request looks up again
         if lookup is not None and not any(load.remote for load in loads):
@@ -441,7 +446,7 @@ class LoadPlanner:
         held = max(loaded, min(match.choice.held, loadable) if match.choice is not None else 0)
         missed = max(0, loadable - held)
         # All groups load the same tokens, so one group's split between tiers represents all.
-        representative = loads[self._groups.index(telling_group(self._groups))]
+        representative = loads[self._groups.index(representative_group(self._groups))]
         blocks = len(representative.local) + representative.num_remote
         remote = loaded * representative.num_remote // blocks if blocks else 0
         self._recorder.add(names.HIT_TOKENS, loaded - remote, _CPU)

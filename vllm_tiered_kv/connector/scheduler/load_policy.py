@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from vllm_tiered_kv.cache.background_probes import BackgroundProbes
 from vllm_tiered_kv.cache.cost_model import Choice, CostModel, Span, between, major_places
-from vllm_tiered_kv.cache.planner import Group, telling_group
+from vllm_tiered_kv.cache.planner import Group, representative_group
 from vllm_tiered_kv.config import LoadPolicy, TieredKVConfig
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
 from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
@@ -71,7 +71,7 @@ class LoadDecider:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy = config.load_policy
-        self._group = telling_group(tier.groups)
+        self._group = representative_group(tier.groups)
         self._tier = tier
         self._recorder = tier.recorder
         self._clock = clock

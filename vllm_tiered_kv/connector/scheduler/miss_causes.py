@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 IsComputing = Callable[[str, Sequence[BlockKey], int], bool]
 """Whether a request other than the named one is computing the block at a position of these keys of
-the telling group."""
+the representative group."""
 
 
 class MissCauses:

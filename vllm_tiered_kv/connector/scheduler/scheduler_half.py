@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-from vllm_tiered_kv.cache.planner import telling_group
+from vllm_tiered_kv.cache.planner import representative_group
 from vllm_tiered_kv.config import Mode, TieredKVConfig
 from vllm_tiered_kv.connector.identity.request_keys import KeyMaker
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
@@ -97,7 +97,7 @@ class SchedulerHalf:
         self._key_maker = key_maker
         self._tier = tier
         self._groups = tier.groups
-        self._telling_group = telling_group(tier.groups).group_id
+        self._representative_group = representative_group(tier.groups).group_id
         self.index = tier.index
         self.ledger = tier.ledger
         self.recorder = tier.recorder
@@ -511,7 +511,7 @@ class SchedulerHalf:
         return verdict is not Verdict.GO
 
     def _shared_keys(self, state: RequestState) -> list[BlockKey]:
-        return state.keys.of_group[self._telling_group]
+        return state.keys.of_group[self._representative_group]
 
     def _has_lost_adapter(self, state: RequestState) -> bool:
         """Whether the request has lost its adapter, checked before it loads or stores."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from vllm_tiered_kv.connector.identity.shard import Shard
 from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
-from vllm_tiered_kv.core.transfer import Int64Array, RemoteTransfer, UInt64Array, int64_array
+from vllm_tiered_kv.core.transfer import RemoteTransfer, UInt64Array, int64_array
 from vllm_tiered_kv.device.copier import Channel, PinnedBlocks
 from vllm_tiered_kv.device.pinning import BackgroundPinner, Pin, Unpin
 from vllm_tiered_kv.errors import CudaError
@@ -216,7 +216,7 @@ class SharedRegions:
         blocks, generations = [], []
         for rank, layout in zip(shard.ranks, shard.layouts(transfer.group_id), strict=True):
             places = transfer.leased.of_rank(rank)
-            if places is None or _end_of(places[0], nbytes) > region.pinned_bytes:
+            if places is None or int(places[0].max(initial=-nbytes)) + nbytes > region.pinned_bytes:
                 return None
             pinned = region.memory.arena.region
             blocks.append(PinnedBlocks(layout, transfer.block_ids, pinned, places[0]))
@@ -283,7 +283,3 @@ class SharedRegions:
         # daemon died.
         is_idle = not self._is_stepping and now > self._stepped_at + _KEPT_S
         return not is_idle and self._steps < departed_step + _STEPS_AHEAD
-
-
-def _end_of(offsets: Int64Array, nbytes: int) -> int:
-    return int(offsets.max(initial=-nbytes)) + nbytes

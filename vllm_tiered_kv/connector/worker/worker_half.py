@@ -42,7 +42,7 @@ from vllm_tiered_kv.core.layout import BlockRuns
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import Fetched, GroupTransfer, LoadJob, StoreJob
 from vllm_tiered_kv.device.arena import Arena
-from vllm_tiered_kv.device.copier import Copier, StoreDone
+from vllm_tiered_kv.device.copier import Copier
 from vllm_tiered_kv.device.pinning import Pin, Unpin
 from vllm_tiered_kv.device.replica_arena import open_replica_arena
 from vllm_tiered_kv.errors import TieredKVError, UnsupportedError
@@ -276,8 +276,10 @@ class WorkerHalf:
         self._step_loads.poll(copier)
         stores, loads = copier.poll()
         for store in stores:
-            if self._verifier is not None and self._take_to_verify(self._verifier, store):
-                continue
+            if self._verifier is not None and self.arena is not None:
+                read_remote = self._remote.read if self._remote else None
+                if self._verifier.copied(store, self.arena, read_remote):
+                    continue
             self._report(store.job_id, self._striping.end(store))
         for load in loads:
             self._times.end(load.request_id, Tier.CPU, load.ended_at, load.error is None)
@@ -290,10 +292,6 @@ class WorkerHalf:
             for put in self._remote.writer.poll():
                 self._put.setdefault(put.job_id, []).append(put.report)
         self._times.polled()
-
-    def _take_to_verify(self, verifier: BlockVerifier, store: StoreDone) -> bool:
-        assert self.arena is not None, "the arena is not open"
-        return verifier.copied(store, self.arena, self._remote.read if self._remote else None)
 
     def take_invalid_blocks(self) -> set[int]:
         return self._step_loads.take_invalid_blocks()

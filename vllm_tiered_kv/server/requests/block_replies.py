@@ -13,7 +13,7 @@ from typing import cast
 
 from vllm_tiered_kv.core.store import StoreKey
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
-from vllm_tiered_kv.native.get_headers import pack_get_reply, read_get
+from vllm_tiered_kv.native.cpu import pack_get_reply, read_get
 from vllm_tiered_kv.server.net.outbox import COPY_BYTES, Outbox
 from vllm_tiered_kv.server.net.reactor import Reactor
 from vllm_tiered_kv.server.net.sessions import Session

@@ -134,7 +134,7 @@ class Handlers:
                 matched = keys[: located.count]
                 self._pins.pin_match(session, matched, request.suffixes, request.pin_ms / 1000)
 
-        self._store.match(
+        self._store.lookups.match(
             keys,
             request.suffixes,
             lambda located: self._reactor.run_on_loop(lambda: found(located)),
@@ -146,7 +146,7 @@ class Handlers:
                 lambda: ContainsReply(bytes(_TIER_CODES[tier] for tier in tiers))
             )
 
-        self._store.contains(call.session.keys(request.width, request.keys), found)
+        self._store.lookups.contains(call.session.keys(request.width, request.keys), found)
 
     def _get(self, call: Call, request: Get, payload: Sequence[memoryview]) -> None:
         keys = call.session.keys(request.width, request.keys)

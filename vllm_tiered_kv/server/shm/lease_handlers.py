@@ -105,7 +105,7 @@ class ArenaHandlers:
             # After the reply: the client waits for that, nobody waits for the recency update.
             self._reactor.post(lambda: self._store.memory.touch(blocks))
 
-        self._store.match_and_hold(
+        self._store.lookups.match_and_hold(
             session.prefixed(request.keys),
             request.suffixes,
             request.length,

@@ -95,8 +95,8 @@ def _slowest_of_each(tiers: Sequence[Tier | None], stride: int) -> dict[Tier, in
 
 
 class Lookups:
-    """Asynchronous lookups for `TieredStore`. Calls return at once and answer through a callback,
-    from this thread or another."""
+    """Asynchronous lookups in all tiers of a `TieredStore`. Calls return at once and answer through
+    a callback, from this thread or another."""
 
     def __init__(
         self,
@@ -122,6 +122,8 @@ class Lookups:
         suffixes: Sequence[bytes],
         done: Callable[[Located], None],
     ) -> None:
+        """Counts the leading keys that are stored with every suffix; without suffixes the keys are
+        complete."""
         endings = suffixes or [b""]
 
         def found(located: Located) -> None:
@@ -142,6 +144,8 @@ class Lookups:
         max_blocks: int,
         done: Callable[[list[PinnedSlot], Located], None],
     ) -> None:
+        """Like `match`, but pins leading blocks of `nbytes` bytes that are in memory for the
+        receiver, at most `max_blocks` of them; the others are only counted."""
         endings = suffixes or [b""]
 
         def work() -> None:

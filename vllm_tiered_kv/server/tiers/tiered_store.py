@@ -26,13 +26,13 @@ from vllm_tiered_kv.core.store import (
     StoreUsage,
 )
 from vllm_tiered_kv.core.tiers import Tier
-from vllm_tiered_kv.device.prefaulter import Prefaulter
+from vllm_tiered_kv.device.pinning import Prefaulter
 from vllm_tiered_kv.errors import NotDeletedError
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.tiers.demotion import Demotion, Unwritten
 from vllm_tiered_kv.server.tiers.fills import Fills
-from vllm_tiered_kv.server.tiers.lookups import Located, Lookups
+from vllm_tiered_kv.server.tiers.lookups import Lookups
 from vllm_tiered_kv.server.tiers.promotion import Promotion, Ready
 from vllm_tiered_kv.server.tiers.store_executor import StoreExecutor
 from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
@@ -108,7 +108,7 @@ class TieredStore:
         self._promotion = Promotion(
             self.memory, self._slower, ssd, backing, recorder, self._pool, self.backing_executor
         )
-        self._lookups = Lookups(
+        self.lookups = Lookups(
             self.memory, ssd, backing, recorder, self._pool, self.backing_executor
         )
         self._lock = threading.Lock()
@@ -117,33 +117,6 @@ class TieredStore:
         self.on_deleted: Callable[[Sequence[StoreKey]], None] = lambda keys: None
         """Called from any thread with keys of which memory has just deleted some."""
         self._flush_waiters: list[Callable[[list[str]], None]] = []
-
-    # ---- lookups --------------------------------------------------------------------------------
-
-    def match(
-        self,
-        keys: Sequence[StoreKey],
-        suffixes: Sequence[bytes],
-        done: Callable[[Located], None],
-    ) -> None:
-        """Counts the leading keys that are stored with every suffix; without suffixes the keys are
-        complete."""
-        self._lookups.match(keys, suffixes, done)
-
-    def match_and_hold(
-        self,
-        keys: Sequence[StoreKey],
-        suffixes: Sequence[bytes],
-        nbytes: int,
-        max_blocks: int,
-        done: Callable[[list[PinnedSlot], Located], None],
-    ) -> None:
-        """Like `match`, but pins leading blocks of `nbytes` bytes that are in memory for the
-        receiver, at most `max_blocks` of them; the others are only counted."""
-        self._lookups.match_and_hold(keys, suffixes, nbytes, max_blocks, done)
-
-    def contains(self, keys: Sequence[StoreKey], done: Callable[[list[Tier | None]], None]) -> None:
-        self._lookups.contains(keys, done)
 
     # ---- reading --------------------------------------------------------------------------------
 
@@ -290,9 +263,7 @@ class TieredStore:
 
         def near() -> None:
             missing = [
-                key
-                for key, tier in zip(keys, self._lookups.near(keys), strict=True)
-                if tier is None
+                key for key, tier in zip(keys, self.lookups.near(keys), strict=True) if tier is None
             ]
             present = len(keys) - len(missing)
             is_gone = self._delete_near(keys)
@@ -333,7 +304,8 @@ class TieredStore:
     def _delete_near(self, keys: Sequence[StoreKey]) -> bool:
         """Deletes from memory and SSD. False if the SSD may have some again after a crash."""
         with self._promotion.promotion_blocked(keys):
-            self._delete_from_memory(keys)
+            if self.memory.delete(keys):
+                self.on_deleted(keys)
             return self._delete_from(_SSD, keys)
 
     def _delete_from(self, tier: str, keys: Sequence[StoreKey]) -> bool:
@@ -343,10 +315,6 @@ class TieredStore:
             logger.warning("%s", error)
             return False
         return True
-
-    def _delete_from_memory(self, keys: Sequence[StoreKey]) -> None:
-        if self.memory.delete(keys):
-            self.on_deleted(keys)
 
     def _delete_far(self, keys: Sequence[StoreKey], not_near: Sequence[StoreKey]) -> int | None:
         """How many only the backing store had; None if it may still have some."""

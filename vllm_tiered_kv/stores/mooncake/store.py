@@ -11,13 +11,10 @@ A call returns when Mooncake's client does, so that nothing touches its buffers 
 
 from __future__ import annotations
 
-import enum
 import http.client
 import logging
 import mmap
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -26,7 +23,6 @@ import numpy as np
 from vllm_tiered_kv.core.store import (
     BlockFacts,
     Durability,
-    OnLost,
     PutItem,
     PutResult,
     StoreKey,
@@ -44,16 +40,18 @@ from vllm_tiered_kv.stores.block_format import (
 )
 from vllm_tiered_kv.stores.mooncake.client import Code, MooncakeClient
 from vllm_tiered_kv.stores.mooncake.settings import MooncakeSettings, parse_settings
+from vllm_tiered_kv.stores.network_store import (
+    MAX_LOOKUPS,
+    WRITE_TIMEOUT_FACTOR,
+    Event,
+    NetworkStore,
+    count_leading,
+)
 from vllm_tiered_kv.stores.registry import BackingOptions
 
 logger = logging.getLogger(__name__)
 
 _BATCH = 32  # blocks of one call to the library; their headers fit one page of `_HeaderPages`
-_FIRST_MATCH = 256  # keys of the first lookup of a match
-_MAX_LOOKUPS = 4096
-_WRITE_TIMEOUT_FACTOR = 10  # as long as the daemon waits for writes
-_USAGE_MAX_AGE_S = 10.0
-_LOG_INTERVAL_S = 60.0
 
 
 def check(options: BackingOptions) -> None:
@@ -66,52 +64,28 @@ def open_store(options: BackingOptions) -> MooncakeStore:
     return store
 
 
-class _Event(enum.Enum):
-    """Events that are counted, in blocks."""
-
-    DAMAGED = enum.auto()  # a value was not the block of its key: a miss, and deleted
-    READ_ERROR = enum.auto()  # the node of a block did not send it
-    WRITE_ERROR = enum.auto()  # the store did not take a block
-    NO_SPACE = enum.auto()  # all nodes are full, and nothing can be evicted
-    BAD_BLOCK = enum.auto()  # offered with a wrong checksum or key
-
-
-class MooncakeStore:
+class MooncakeStore(NetworkStore):
     """A BlockStore in a Mooncake Store. Thread-safe. The daemon owns one as its backing tier and
     calls it on executors, because a call may take as long as Mooncake's client takes."""
 
     def __init__(self, settings: MooncakeSettings) -> None:
         """Connects with the first call."""
+        super().__init__()
         self.settings = settings
-        self.on_lost: OnLost = lambda keys: None  # never called: nothing is acknowledged early
-        self.on_unanswered: Callable[[], None] = lambda: None
         self.client = MooncakeClient(settings, lambda: self.on_unanswered())
         self._pages = _HeaderPages(self.client.use_memory)
         self._prefix = f"{settings.prefix}:{VERSION}:"
-        self._counts: Counter[_Event] = Counter()
-        self._lock = threading.Lock()
-        self._usage = StoreUsage(0, 0, 0)
-        self._next_usage = 0.0
-        self._next_log = 0.0
-        self._closed = False
 
     # ---- lookups --------------------------------------------------------------------------------
 
     def match(self, keys: Sequence[StoreKey]) -> int:
-        count, batch = 0, _FIRST_MATCH
-        while count < len(keys):
-            for is_here in self._present(keys[count : count + batch]):
-                if not is_here:
-                    return count
-                count += 1
-            batch = min(2 * batch, _MAX_LOOKUPS)
-        return count
+        return count_leading(keys, self._present)
 
     def contains(self, keys: Sequence[StoreKey]) -> list[bool]:
         """Sees no damage; a get does. The master counts it as a use."""
         here: list[bool] = []
-        for start in range(0, len(keys), _MAX_LOOKUPS):
-            here += map(bool, self._present(keys[start : start + _MAX_LOOKUPS]))
+        for start in range(0, len(keys), MAX_LOOKUPS):
+            here += map(bool, self._present(keys[start : start + MAX_LOOKUPS]))
         self._refresh_usage()
         return here
 
@@ -132,10 +106,7 @@ class MooncakeStore:
         for start in range(0, len(here), _BATCH):
             some = here[start : start + _BATCH]
             for n, header in zip(some, self._read_headers([keys[n] for n in some]), strict=True):
-                if header is not None:
-                    facts[n] = BlockFacts(
-                        header.payload_bytes, header.payload_checksum, header.parent
-                    )
+                facts[n] = None if header is None else header.facts
         self._refresh_usage()
         return facts
 
@@ -211,7 +182,7 @@ class MooncakeStore:
                 return found
             if is_last or time.monotonic() >= end:
                 break
-        self._count(_Event.READ_ERROR, len(left))
+        self._count(Event.READ_ERROR, len(left))
         self.on_unanswered()
         self._log(f"{len(left)} blocks were not sent by their store nodes")
         return found
@@ -279,7 +250,7 @@ class MooncakeStore:
         for n, item in enumerate(items):
             is_bad = item.checksum not in (None, checksums[n])
             if is_bad or not is_key(item.key) or not is_key(item.parent or b"no parent"):
-                self._count(_Event.BAD_BLOCK)
+                self._count(Event.BAD_BLOCK)
             elif first.setdefault(item.key, n) == n:
                 headers[n] = BlockHeader(item.key, item.parent, len(payloads[n]), checksums[n])
         known = self._present([items[n].key for n in headers])
@@ -287,7 +258,7 @@ class MooncakeStore:
             if is_here or is_here is None:
                 del headers[n]
                 results[n] = PutResult.PRESENT if is_here else PutResult.FAILED
-                self._count(_Event.WRITE_ERROR, int(is_here is None))
+                self._count(Event.WRITE_ERROR, int(is_here is None))
         wanted = list(headers)
         for start in range(0, len(wanted), _BATCH):
             some = wanted[start : start + _BATCH]
@@ -316,7 +287,7 @@ class MooncakeStore:
                 lambda library: library.batch_put_from_multi_buffers(
                     names, where, sizes, self.client.replicas
                 ),
-                _WRITE_TIMEOUT_FACTOR,
+                WRITE_TIMEOUT_FACTOR,
             )
         return [self._written(code) for code in codes or [int(Code.NO_MASTER)] * len(headers)]
 
@@ -328,9 +299,9 @@ class MooncakeStore:
         if code == Code.ABSENT:  # deleted while it was written
             return PutResult.DROPPED
         if code == Code.NO_SPACE:
-            self._count(_Event.NO_SPACE)
+            self._count(Event.NO_SPACE)
             return PutResult.DROPPED
-        self._count(_Event.WRITE_ERROR)
+        self._count(Event.WRITE_ERROR)
         self._log(f"a block was not written, error {code}")
         return PutResult.FAILED
 
@@ -352,20 +323,13 @@ class MooncakeStore:
 
     def _remove_damaged(self, damaged: Sequence[StoreKey]) -> None:
         if damaged:
-            self._count(_Event.DAMAGED, len(damaged))
+            self._count(Event.DAMAGED, len(damaged))
             self._remove(damaged)
 
     # ---- the rest -------------------------------------------------------------------------------
 
     def use_memory(self, memory: HostRegion) -> None:
         self.client.use_memory(memory)
-
-    def flush(self) -> bool:
-        """No-op: what is acknowledged is in the store's memory, and nothing makes it safer."""
-        return True
-
-    def retry(self) -> None:
-        """No-op: the breaker decides when the master is asked again."""
 
     def usage(self) -> StoreUsage:
         """Keys and memory of the whole store, as the master's metrics have them; what was known
@@ -396,31 +360,13 @@ class MooncakeStore:
         pairs = (line.partition(" ") for line in text.splitlines())
         return {name: int(value) for name, _, value in pairs if value.isdigit()}
 
-    def known_usage(self) -> StoreUsage:
-        return self._usage
-
     def _refresh_usage(self) -> None:
-        """At the end of some calls, so that `known_usage` is not old on a daemon that works."""
-        with self._lock:
-            now = time.monotonic()
-            is_due = now >= self._next_usage and not self._closed
-            if is_due:
-                self._next_usage = now + _USAGE_MAX_AGE_S
-        if is_due and not self.is_absent:
+        if self._is_usage_due() and not self.is_absent:
             self.usage()
 
     @property
     def is_absent(self) -> bool:
         return self.client.is_absent
-
-    @property
-    def damaged_blocks(self) -> int:
-        return self._counts[_Event.DAMAGED] + self._counts[_Event.READ_ERROR]
-
-    @property
-    def failed_blocks(self) -> int:
-        failed = (_Event.WRITE_ERROR, _Event.NO_SPACE, _Event.BAD_BLOCK)
-        return sum(self._counts[event] for event in failed)
 
     def close(self) -> None:
         """Afterwards every lookup is a miss and every put is dropped."""
@@ -434,19 +380,9 @@ class MooncakeStore:
     def _name(self, key: StoreKey) -> str:
         return self._prefix + key.hex()
 
-    def _count(self, event: _Event, blocks: int = 1) -> None:
-        if blocks:
-            with self._lock:
-                self._counts[event] += blocks
-
     def _log(self, what: str) -> None:
         """At most once a minute; the counters have every block."""
-        with self._lock:
-            now = time.monotonic()
-            is_due = now >= self._next_log
-            if is_due:
-                self._next_log = now + _LOG_INTERVAL_S
-        if is_due:
+        if self._log_interval.is_due():
             logger.warning("Mooncake: %s (logged at most once a minute)", what)
 
 

@@ -11,18 +11,14 @@ Errors become results of a call, not exceptions, except that `delete` raises if 
 from __future__ import annotations
 
 import binascii
-import enum
 import logging
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from vllm_tiered_kv.core.store import (
     BlockFacts,
     Durability,
-    OnLost,
     PutItem,
     PutResult,
     StoreKey,
@@ -39,6 +35,12 @@ from vllm_tiered_kv.stores.block_format import (
     encode_header,
     is_key,
 )
+from vllm_tiered_kv.stores.network_store import (
+    WRITE_TIMEOUT_FACTOR,
+    Event,
+    NetworkStore,
+    count_leading,
+)
 from vllm_tiered_kv.stores.redis.nodes import SLOTS, Nodes, Request
 from vllm_tiered_kv.stores.redis.resp import Reply, ReplyError, RespConnection, encode, encode_set
 from vllm_tiered_kv.stores.redis.settings import RedisSettings, parse_settings
@@ -49,12 +51,7 @@ logger = logging.getLogger(__name__)
 PART_BYTES = 8 << 20
 """How much of a payload one key holds. It is part of the format: all versions must agree on it."""
 
-_FIRST_MATCH = 256  # keys of the first lookup of a match
-_MAX_MATCH = 4096
-_WRITE_TIMEOUT_FACTOR = 10  # as long as the daemon waits for writes
 _PARTS_LIVE_LONGER_S = 60  # so that a block never expires in parts
-_USAGE_MAX_AGE_S = 10.0
-_LOG_INTERVAL_S = 60.0
 RIGHTS = "+get +getex +getrange +strlen +exists +set +expire +unlink +info +dbsize +cluster|slots"
 
 
@@ -73,33 +70,16 @@ def open_store(options: BackingOptions) -> RedisStore:
     return store
 
 
-class _Event(enum.Enum):
-    """Events that are counted, in blocks."""
-
-    DAMAGED = enum.auto()  # a value was not the block of its key: a miss, and deleted
-    READ_ERROR = enum.auto()  # a server replied an error to a get
-    WRITE_ERROR = enum.auto()  # a server replied an error to a put, or did not answer
-    NO_SPACE = enum.auto()  # the server is at its limit and evicts nothing
-    BAD_BLOCK = enum.auto()  # offered with a wrong checksum or key
-
-
-class RedisStore:
+class RedisStore(NetworkStore):
     """A BlockStore in Redis. Thread-safe. The daemon owns one as its backing tier and calls it on
     executors; no call takes longer than its deadline, except to resolve the name of a host."""
 
     def __init__(self, settings: RedisSettings) -> None:
         """Connects with the first call."""
+        super().__init__()
         self.settings = settings
-        self.on_lost: OnLost = lambda keys: None  # never called: nothing is acknowledged early
-        self.on_unanswered: Callable[[], None] = lambda: None
         self.nodes = Nodes(settings, lambda: self.on_unanswered())
         self._prefix = f"{settings.prefix}:{VERSION}:".encode()
-        self._counts: Counter[_Event] = Counter()
-        self._lock = threading.Lock()
-        self._usage = StoreUsage(0, 0, 0)
-        self._next_usage = 0.0
-        self._next_log = 0.0
-        self._closed = False
 
     def require_access(self) -> None:
         """Raises ConfigError if a server answers but does not let this client work. A server that
@@ -137,14 +117,7 @@ class RedisStore:
 
     def match(self, keys: Sequence[StoreKey]) -> int:
         deadline = self._deadline()
-        count, batch = 0, _FIRST_MATCH
-        while count < len(keys):
-            for is_here in self._contains(keys[count : count + batch], deadline):
-                if not is_here:
-                    return count
-                count += 1
-            batch = min(2 * batch, _MAX_MATCH)
-        return count
+        return count_leading(keys, lambda some: self._contains(some, deadline))
 
     def contains(self, keys: Sequence[StoreKey]) -> list[bool]:
         """Sees neither damage nor whether a single value is a block at all; a get does. Redis
@@ -199,7 +172,7 @@ class RedisStore:
             if is_answered and (lacks_parts or (header is None and head.reply != b"")):
                 damaged[key] = payload_bytes
             is_whole = is_answered and header is not None and key not in damaged
-            found.append((_facts(header) if header and is_whole else None, is_answered))
+            found.append((header.facts if header and is_whole else None, is_answered))
         self._remove_damaged(damaged, deadline)
         return found
 
@@ -221,7 +194,7 @@ class RedisStore:
                 requests.append(request)
         self._exchange(requests, deadline)
         failed = sum(1 for r in requests if r.error is not None and r.error.code != "WRONGTYPE")
-        self._count(_Event.READ_ERROR, failed)
+        self._count(Event.READ_ERROR, failed)
         damaged = {read.key: len(read.into) for read in reads if read.is_damaged}
         self._remove_damaged(damaged, deadline)
         self._refresh_usage(deadline)
@@ -233,7 +206,7 @@ class RedisStore:
         """Every durability is the same: that of this Redis."""
         if self._closed:
             return [PutResult.DROPPED] * len(items)
-        deadline = self._deadline(_WRITE_TIMEOUT_FACTOR)
+        deadline = self._deadline(WRITE_TIMEOUT_FACTOR)
         results = [PutResult.FAILED] * len(items)
         known = self._look_up([item.key for item in items], deadline)
         headers: dict[int, BlockHeader] = {}  # of the blocks to write
@@ -246,12 +219,12 @@ class RedisStore:
                 renewals += self._renewals(item.key, facts.nbytes)
                 continue
             if not is_answered:
-                self._count(_Event.WRITE_ERROR)
+                self._count(Event.WRITE_ERROR)
                 continue
             checksum = xxh3_64(payload)
             is_bad = item.checksum is not None and item.checksum != checksum
             if is_bad or not is_key(item.key) or not is_key(item.parent or b"no parent"):
-                self._count(_Event.BAD_BLOCK)
+                self._count(Event.BAD_BLOCK)
                 continue
             headers[n] = BlockHeader(item.key, item.parent, len(payload), checksum)
             parts[n] = [
@@ -307,9 +280,9 @@ class RedisStore:
 
     def _refused(self, write: Request) -> PutResult:
         if write.error is not None and write.error.code == "OOM":
-            self._count(_Event.NO_SPACE)
+            self._count(Event.NO_SPACE)
             return PutResult.DROPPED
-        self._count(_Event.WRITE_ERROR)
+        self._count(Event.WRITE_ERROR)
         return PutResult.FAILED
 
     def delete(self, keys: Sequence[StoreKey]) -> int:
@@ -331,7 +304,7 @@ class RedisStore:
         return sum(1 for head in heads if head.reply == 1)
 
     def _remove_damaged(self, damaged: dict[StoreKey, int], deadline: float) -> None:
-        self._count(_Event.DAMAGED, len(damaged))
+        self._count(Event.DAMAGED, len(damaged))
         self._exchange(
             [
                 self._request(
@@ -344,19 +317,16 @@ class RedisStore:
 
     # ---- the rest -------------------------------------------------------------------------------
 
-    def flush(self) -> bool:
-        """No-op: what is acknowledged is in Redis, and as durable as Redis is set up to be."""
-        return True
-
-    def retry(self) -> None:
-        """No-op: the breakers decide when a server is asked again."""
-
     def use_memory(self, memory: HostRegion) -> None:
         """No-op: sockets read into any memory."""
 
     def usage(self) -> StoreUsage:
         """Keys and memory of the servers, with those of other programs that use them."""
         return self._ask_usage(self._deadline())
+
+    def _refresh_usage(self, deadline: float) -> None:
+        if self._is_usage_due():
+            self._ask_usage(deadline)
 
     def _ask_usage(self, deadline: float) -> StoreUsage:
         blocks = used = capacity = 0
@@ -373,31 +343,9 @@ class RedisStore:
         self._usage = StoreUsage(blocks, used, capacity if is_limited else 0)
         return self._usage
 
-    def known_usage(self) -> StoreUsage:
-        return self._usage
-
-    def _refresh_usage(self, deadline: float) -> None:
-        """At the end of some calls, so that `known_usage` is not old on a daemon that works."""
-        with self._lock:
-            now = time.monotonic()
-            is_due = now >= self._next_usage and not self._closed
-            if is_due:
-                self._next_usage = now + _USAGE_MAX_AGE_S
-        if is_due:
-            self._ask_usage(deadline)
-
     @property
     def is_absent(self) -> bool:
         return self.nodes.is_absent
-
-    @property
-    def damaged_blocks(self) -> int:
-        return self._counts[_Event.DAMAGED] + self._counts[_Event.READ_ERROR]
-
-    @property
-    def failed_blocks(self) -> int:
-        failed = (_Event.WRITE_ERROR, _Event.NO_SPACE, _Event.BAD_BLOCK)
-        return sum(self._counts[event] for event in failed)
 
     def close(self) -> None:
         """Afterwards every lookup is a miss and every put is dropped."""
@@ -437,18 +385,8 @@ class RedisStore:
 
     def _log_error(self, error: ReplyError) -> None:
         """At most once a minute; the counters have every block."""
-        with self._lock:
-            now = time.monotonic()
-            is_due = now >= self._next_log
-            if is_due:
-                self._next_log = now + _LOG_INTERVAL_S
-        if is_due:
+        if self._log_interval.is_due():
             logger.warning("Redis replies an error: %s (logged at most once a minute)", error)
-
-    def _count(self, event: _Event, blocks: int = 1) -> None:
-        if blocks:
-            with self._lock:
-                self._counts[event] += blocks
 
 
 class _Read:
@@ -511,10 +449,6 @@ def _parts_of(payload_bytes: int) -> int:
 def _header_of(key: StoreKey, reply: Reply) -> BlockHeader | None:
     header = decode_header(reply) if isinstance(reply, bytes) else None
     return header if header is not None and header.key == key else None
-
-
-def _facts(header: BlockHeader) -> BlockFacts:
-    return BlockFacts(header.payload_bytes, header.payload_checksum, header.parent)
 
 
 def _is_usable(request: Request) -> bool:

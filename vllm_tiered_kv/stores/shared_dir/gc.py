@@ -272,7 +272,8 @@ class SharedDirGc:
             if self.stop():
                 report.interrupted = True
                 return
-            parents[block.key] = self._parent_of(block)
+            found = self._store.files.peek(block.key)
+            parents[block.key] = None if found is None else found.header.parent
         order = removal_order(blocks, parents)
         left_bytes = self._remove_in_order(order, free_bytes, expire_before_ns, report)
         # Not if a block was in use: `recency.py` is touching its ancestors just now.
@@ -309,10 +310,6 @@ class SharedDirGc:
                 if ranked.parent is not None:
                     in_use.add(ranked.parent)
         return free_bytes
-
-    def _parent_of(self, block: Candidate) -> StoreKey | None:
-        found = self._store.files.peek(block.key)
-        return None if found is None else found.header.parent
 
     def _settle(self, entry: Entry, report: GcReport) -> None:
         assert entry.key is not None

@@ -13,7 +13,6 @@ import logging
 import os
 import stat
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -36,6 +35,7 @@ from vllm_tiered_kv.stores.block_format import (
     is_key,
 )
 from vllm_tiered_kv.stores.io_threads import IoThreads
+from vllm_tiered_kv.stores.network_store import Interval
 from vllm_tiered_kv.stores.shared_dir.block_files import BlockFiles, ReadBlock, Removal
 from vllm_tiered_kv.stores.shared_dir.counters import Event, EventCounts, Totals, UsageTracker
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps, is_absent
@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 _PUT_ATTEMPTS = 3  # a present block may be collected before it is made durable
 _KEYS_PER_TASK = 32  # passing one lookup to another thread costs more than the lookup
-_LOG_INTERVAL_S = 60.0
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _MAX_UNSYNCED = 65536
 _KEPT = frozenset({PutResult.STORED, PutResult.PRESENT})
@@ -175,7 +174,7 @@ class SharedDirStore:
         self._threads = IoThreads(settings.threads, "tiered-kv-shared")
         self._close_lock = threading.Lock()
         self._closed = False
-        self._next_log = 0.0  # monotonic time
+        self._log_interval = Interval()
 
     # ---- lookups --------------------------------------------------------------------------------
 
@@ -217,10 +216,7 @@ class SharedDirStore:
 
     def _facts(self, key: StoreKey) -> BlockFacts | None:
         found = self.files.peek(key) if is_key(key) else None
-        if found is None:
-            return None
-        header = found.header
-        return BlockFacts(header.payload_bytes, header.payload_checksum, header.parent)
+        return None if found is None else found.header.facts
 
     # ---- bytes ----------------------------------------------------------------------------------
 
@@ -299,12 +295,7 @@ class SharedDirStore:
 
     def _warn_write_error(self, error: OSError) -> None:
         """Logs write errors at most once a minute; the counters have every block."""
-        now = time.monotonic()
-        with self._close_lock:
-            is_due = now >= self._next_log
-            if is_due:
-                self._next_log = now + _LOG_INTERVAL_S
-        if is_due:
+        if self._log_interval.is_due():
             logger.warning(
                 "blocks cannot be written to %s: %s (logged at most once a minute)",
                 self.tree.folder,

@@ -183,7 +183,6 @@ class BlockTable:
 
     def _on_evict(self, key: bytes, nbytes: int) -> None:
         self._counters.evicted_blocks += 1
-        self._counters.evicted_bytes += nbytes
         self.by_namespace.count_eviction(key)
 
     def drop_lost(self, slots: list[int]) -> int:

@@ -22,8 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_tiered_kv.cache.durable_index import DurableIndex
-from vllm_tiered_kv.cache.slots import SlotPool
+from vllm_tiered_kv.cache.durable_index import DurableIndex, SlotPool
 from vllm_tiered_kv.core.arena_geometry import SlabGeometry
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.native import cpu

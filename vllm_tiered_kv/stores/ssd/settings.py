@@ -26,7 +26,6 @@ class SsdCounters:
     written_blocks: int = 0
     written_bytes: int = 0
     evicted_blocks: int = 0
-    evicted_bytes: int = 0
     bad_blocks: int = 0  # read with a wrong checksum, and removed
     read_errors: int = 0  # could not be read, and removed
     failed_blocks: int = 0  # not written or not made durable, or received with a wrong checksum

@@ -360,7 +360,7 @@ class SsdStore:
             outcome: int | PutResult
             if item.parent in dropped:
                 outcome = PutResult.DROPPED
-            elif not self._is_writable():
+            elif not self._committer.is_writable or time.monotonic() < self._backoff.until:
                 outcome = PutResult.FAILED
             elif not self._is_storable(item, payload.nbytes):
                 outcome = PutResult.DROPPED
@@ -376,9 +376,6 @@ class SsdStore:
         for size_class in used:
             self._table.evict_ahead(size_class)
         return writes
-
-    def _is_writable(self) -> bool:
-        return self._committer.is_writable and time.monotonic() >= self._backoff.until
 
     def _is_storable(self, item: PutItem, nbytes: int) -> bool:
         largest = self._budget.slab_bytes
