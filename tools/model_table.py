@@ -140,10 +140,15 @@ ROWS = (
         says="is not cached with speculative decoding",
     ),
     Row(
-        "Chunked local attention that frees blocks (Llama-4, opt-in)",
-        State.LEFT_ALONE,
-        (_kinds("test_a_cache_that_is_not_full_attention_is_left_alone"),),
-        says="chunked local attention",
+        "Chunked local attention (Llama-4)",
+        State.CACHED,
+        (
+            "tests/engine/test_window_engines.py::test_each_prompt_is_found_as_by_vllm_itself",
+            "tests/engine/test_windows.py::test_random_clients",
+            "tests/engine/test_remote_windows.py::test_random_clients_of_two_engines",
+        ),
+        "only the blocks of the last chunk are loaded; not cached if all layers are chunked, or if "
+        "a chunk does not consist of whole blocks",
     ),
     Row(
         "Sliding windows over latent KV (DeepSeek-V4)",
@@ -421,7 +426,10 @@ NAMED = (
     NamedModel("Llama-3.1-8B", _published("llama", 32, 8, 128), *_FULL),
     NamedModel("Llama-3.1-70B", _published("llama", 80, 8, 128), *_FULL),
     NamedModel(
-        "Llama-4 Scout, Maverick", _published("llama4_text", 48, 8, 128, attention_chunk_size=8192)
+        "Llama-4 Scout, Maverick",
+        _published("llama4_text", 48, 8, 128, attention_chunk_size=8192),
+        "a tiny one",
+        _EACH_PROMPT,
     ),
     NamedModel(
         "Mistral-7B-v0.1",

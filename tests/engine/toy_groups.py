@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -32,6 +33,13 @@ EXPORTED_STATE = -2
 does."""
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """In place of a window: chunked local attention. A token attends to those of its own chunk."""
+
+    tokens: int
+
+
 class WrongRead(AssertionError):
     """The model would attend to KV that does not belong to its tokens."""
 
@@ -41,7 +49,7 @@ class ToyGroup:
     """One KV-cache group of a toy engine, which builds it."""
 
     group_id: int
-    window: int | None
+    window: int | Chunks | None
     block_size: int  # tokens
     page: int  # bytes of a block in one layer, the same in all groups
 
@@ -52,6 +60,14 @@ class ToyGroup:
     @property
     def is_recurrent(self) -> bool:
         return self.window in (STATE, EXPORTED_STATE)
+
+    def first_read(self, end: int) -> int:
+        """The first token that the token after the first `end` ones attends to, by definition."""
+        if self.window is None:
+            return 0
+        if isinstance(self.window, Chunks):
+            return end - end % self.window.tokens
+        return max(0, end - self.window + 1)
 
     @property
     def spec(self) -> KVCacheSpec:
@@ -74,6 +90,8 @@ class ToyGroup:
         }
         if self.window is None:
             spec: AttentionSpec = FullAttentionSpec(**shape)
+        elif isinstance(self.window, Chunks):
+            spec = ChunkedLocalAttentionSpec(**shape, attention_chunk_size=self.window.tokens)
         else:
             spec = SlidingWindowSpec(**shape, sliding_window=self.window)
         assert spec.page_size_bytes == self.page
@@ -120,7 +138,7 @@ class ToyGroup:
             self._advance_state(name, caches, blocks, right, span, before_layer)
             return
         table, place = self.table(blocks, stop)
-        first = 0 if self.window is None else max(0, start - self.window + 1)
+        first = self.first_read(start)
         if not table[first:stop].all():
             raise WrongRead(f"{name} has no block for a token it needs")
         for layer, cache in enumerate(caches):

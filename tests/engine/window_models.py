@@ -63,6 +63,25 @@ GPT_OSS = {
 }
 """Windows in every other layer, attention sinks in all."""
 
+LLAMA4 = {
+    **{key: value for key, value in _TINY.items() if key != "sliding_window"},
+    "architectures": ["Llama4ForCausalLM"],
+    "model_type": "llama4_text",
+    "num_hidden_layers": 4,
+    "no_rope_layers": [1, 1, 1, 0],
+    "attention_chunk_size": WINDOW,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "moe_layers": [0, 1, 2, 3],
+    "intermediate_size_mlp": 256,
+    "use_qk_norm": True,
+    "attn_temperature_tuning": False,
+    "rope_theta": 5e5,
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
+"""Chunked local attention in three of four layers; chunks as long as the windows of the others."""
+
 QWEN3_NEXT = {
     **_TINY,
     "architectures": ["Qwen3NextForCausalLM"],

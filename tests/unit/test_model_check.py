@@ -254,7 +254,6 @@ def test_verdicts_are_those_of_a_running_engine(kind: LayerKind) -> None:
 
 def test_every_class_that_is_refused_by_name_is_known_or_cannot_be_read_from_a_file() -> None:
     only_at_run_time = {  # an environment variable, or back-ends of single models
-        "ChunkedLocalAttentionSpec",
         "SinkFullAttentionSpec",
         "RSWASpec",
         "CircularBufferSpec",

@@ -614,8 +614,8 @@ ENGINE = (
     Mutation(
         "window-one-block-short",
         "cache/planner.py",
-        "(end - self.window + 1) // self.block_size)",
-        "(end - self.window + 1) // self.block_size + 1)",
+        "passed // self.block_size)",
+        "passed // self.block_size + 1)",
         "tokens at the edge of a window read a block that was never loaded",
         _PLANNER,
     ),

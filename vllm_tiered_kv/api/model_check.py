@@ -28,12 +28,7 @@ VERDICTS = {
     LayerKind.WINDOW: Verdict(True, "SlidingWindowSpec"),
     LayerKind.MLA: Verdict(True, "MLAAttentionSpec"),
     LayerKind.INDEXER: Verdict(True, "MLAAttentionSpec"),
-    LayerKind.CHUNKED: Verdict(
-        True,
-        "FullAttentionSpec",
-        "chunked attention is cached as full attention; with "
-        "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=1 the model is not cached",
-    ),
+    LayerKind.CHUNKED: Verdict(True, "ChunkedLocalAttentionSpec"),
     LayerKind.RECURRENT: Verdict(
         True,
         "MambaSpec",

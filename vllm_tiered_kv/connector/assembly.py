@@ -52,6 +52,7 @@ from vllm_tiered_kv.connector.scheduler.store_planner import StorePlanner
 from vllm_tiered_kv.connector.scheduler.verification import Verification
 from vllm_tiered_kv.connector.tracing import account_tracer
 from vllm_tiered_kv.connector.worker.kv_layout import (
+    chunked_groups,
     first_forward_clears,
     group_block_bytes,
     group_windows,
@@ -144,8 +145,8 @@ def make_scheduler_half(
         events.bind(index, bool(config.remote))
         ledger.on_committed.append(events.committed)
         ledger.on_sent.append(events.sent)
-    states = recurrent_groups(kv_cache_config)
-    groups = groups_of(block_sizes, block_bytes, windows, geometry, states)
+    states, chunked = recurrent_groups(kv_cache_config), chunked_groups(kv_cache_config)
+    groups = groups_of(block_sizes, block_bytes, windows, geometry, states, chunked)
     tier = CpuTier(groups, index, ledger, recorder)
 
     remote = lookups = claims = verification = None

@@ -13,13 +13,9 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from vllm.config import ParallelConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
 
 _UNSUPPORTED = {
-    "ChunkedLocalAttentionSpec": (
-        "chunked local attention is cached only without "
-        "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE, as full attention"
-    ),
     "SlidingWindowMLASpec": (
         "sliding windows over latent KV (DeepSeek-V4) are rebuilt by vLLM in ways not supported "
         "so far"
@@ -80,6 +76,7 @@ def is_inside_multi_connector() -> bool:
 def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     """The reason why this model's KV cache is not cached, or None if it can be."""
     from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
         FullAttentionSpec,
         MambaSpec,
         MLAAttentionSpec,
@@ -93,16 +90,25 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         return "the model has no KV cache"
     if len(kv_cache_config.kv_cache_groups) > 255:
         return "the model has more than 255 KV-cache groups"
+    apart = {
+        SlidingWindowSpec: "sliding windows",
+        ChunkedLocalAttentionSpec: "chunked local attention",
+        MambaSpec: "recurrent state",
+    }
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
         kinds = {type(layer_spec) for layer_spec in iter_layer_specs(spec)}
         # Only known classes pass: a subclass may drop or rewrite blocks of a running request.
-        for kind in kinds - {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec}:
+        for kind in kinds - {FullAttentionSpec, MLAAttentionSpec, *apart}:
             reason = _UNSUPPORTED.get(kind.__name__, "a kind of cache that is not supported so far")
             return f"KV-cache group {group_id} is {kind.__name__}: {reason}"
-        for kind, name in ((SlidingWindowSpec, "sliding windows"), (MambaSpec, "recurrent state")):
+        for kind, name in apart.items():
             if kind in kinds and len(kinds) > 1:
                 return f"KV-cache group {group_id} mixes {name} with other kinds of cache"
+        if ChunkedLocalAttentionSpec in kinds:
+            unusable = _why_not_chunked(kv_cache_config, spec)
+            if unusable is not None:
+                return unusable
         if MambaSpec in kinds:
             unusable = _why_not_recurrent(vllm_config, [*iter_layer_specs(spec)])
             if unusable is not None:
@@ -136,6 +142,27 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     if getattr(parallel, "enable_fault_tolerance", False):
         # Blocks of a failed step must not be stored, its reports are lost, and vLLM calls no hook.
         return "with fault tolerance vLLM continues after failed steps, unknown to the cache"
+    return None
+
+
+def _why_not_chunked(kv_cache_config: KVCacheConfig, spec: KVCacheSpec) -> str | None:
+    """The reason why chunked local attention is not cached, or None if it can be."""
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, iter_layer_specs
+
+    chunks = {one.attention_chunk_size for one in iter_layer_specs(spec)}
+    if any(chunk % spec.block_size for chunk in chunks):
+        # vLLM's own hit then drops a block that is half in the chunk, and computes wrong KV behind.
+        return (
+            f"chunked local attention is cached only if chunks of {min(chunks)} tokens consist of "
+            f"whole blocks, not of {spec.block_size} tokens; set another --block-size"
+        )
+    if all(
+        isinstance(one, ChunkedLocalAttentionSpec)
+        for group in kv_cache_config.kv_cache_groups
+        for one in iter_layer_specs(group.kv_cache_spec)
+    ):
+        # A prefix of whole chunks then needs no block at all.
+        return "chunked local attention is cached only beside layers of another kind"
     return None
 
 
