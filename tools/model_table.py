@@ -151,10 +151,23 @@ ROWS = (
         "a chunk does not consist of whole blocks",
     ),
     Row(
-        "Sliding windows over latent KV (DeepSeek-V4)",
+        "Sliding windows over latent KV, compressed KV (DeepSeek-V4)",
+        State.CACHED,
+        (
+            "tests/engine/test_latent_windows.py::test_all_groups_of_deepseek_v4_are_cached",
+            "tests/engine/test_latent_windows.py"
+            "::test_blocks_of_deepseek_v4_are_the_bytes_of_their_layers",
+            "tests/engine/test_windows.py::test_random_clients",
+            "tests/gpu/test_latent_windows_gpu.py::test_a_tier_hit_is_a_device_hit",
+        ),
+        "shown with vLLM's caches and schedulers, but not yet with its kernels, which need a GPU "
+        "or a CPU with AMX",
+    ),
+    Row(
+        "Sliding windows that vLLM recomputes after each hit (DeepSeek-V4.1)",
         State.LEFT_ALONE,
         (_SUPPORT_TESTS,),
-        says="sliding windows over latent KV",
+        says="sliding windows that vLLM recomputes",
     ),
     Row(
         "Layers that share the KV cache of other layers (Gemma-3n)",
@@ -366,8 +379,6 @@ NAMED = (
     NamedModel(
         "DeepSeek-V4",
         {"model_type": "deepseek_v4", "num_hidden_layers": 61, "compress_ratios": [4, 128]},
-        "vLLM's description of its cache",
-        _SUPPORT_TESTS,
     ),
     NamedModel("Kimi-K2", _latent("kimi_k2", 61), *_MLA),
     NamedModel(

@@ -234,7 +234,7 @@ def _draw_weights(gain: float) -> Callable[[DummyModelLoader, torch.nn.Module, A
                     first, second = torch.eye(len(weight)), torch.zeros(len(weight), len(weight))
                     halves = (second, first) if "input_proj" in name else (first, second)
                     weight.copy_(torch.cat(halves, dim=1))
-                else:
+                elif weight.is_floating_point():  # tables of hashed experts stay as vLLM drew them
                     inner = gain if "layers." in name else 2.5
                     scale = 1.0 if "embed" in name else inner / weight.shape[-1] ** 0.5
                     weight.normal_(0.0, scale, generator=generator)

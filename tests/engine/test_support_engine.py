@@ -84,6 +84,12 @@ def test_sliding_windows_are_cached_alone_and_beside_full_attention() -> None:
     assert group_windows(groups(retained)) == [67]
 
 
+def test_windows_over_latent_kv_are_cached() -> None:
+    cache = groups(MLAAttentionSpec(**{**SHAPE, "num_kv_heads": 1}), SlidingWindowMLASpec(**LATENT))
+    assert why_not_cacheable(bare_config(), cache) is None
+    assert group_windows(cache) == [None, 64]
+
+
 def test_chunked_attention_is_cached_beside_full_attention() -> None:
     sizes = UniformTypeKVCacheSpecs(
         block_size=16, kv_cache_specs={"l0": CHUNKS, "l2": replace(CHUNKS, head_size=64)}
@@ -118,7 +124,7 @@ def test_recurrent_states_with_drafts_are_left_alone() -> None:
     ("cache", "reason"),
     [
         (groups(), "no KV cache"),
-        (groups(FULL, SlidingWindowMLASpec(**LATENT)), "group 1 is SlidingWindowMLASpec: "),
+        (groups(FULL, SlidingWindowMLASpec(**LATENT, bounded_replay=True)), "swa-bounded-replay"),
         (groups(CHUNKS), "only beside layers of another kind"),
         (groups(FULL, replace(CHUNKS, attention_chunk_size=72)), "chunks of 72 tokens consist of"),
         (groups(FULL, OVERWRITTEN), "recurrent state (Mamba, linear attention) is cached only"),

@@ -90,7 +90,7 @@ class ToyEngine:
     async_scheduling: bool = False
     block_size: int = 4  # of the first group
     windows: tuple[int | Chunks | None, ...] = (None,)  # for each group, see `toy_groups.STATE`
-    block_sizes: tuple[int, ...] = ()  # per group, if they differ: once or twice the first
+    block_sizes: tuple[int, ...] = ()  # per group, if they differ: up to twice the first
     hash_size: int = 0  # tokens of a block hash; 0: the smallest block size
     retention: int | None = None  # vLLM's prefix_cache_retention_interval
     gpu_blocks: int = 64

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     KVCacheTensor,
     MambaSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -92,18 +93,30 @@ class ToyGroup:
             spec: AttentionSpec = FullAttentionSpec(**shape)
         elif isinstance(self.window, Chunks):
             spec = ChunkedLocalAttentionSpec(**shape, attention_chunk_size=self.window.tokens)
+        elif self._width > 1:
+            del shape["head_size_v"]
+            spec = SlidingWindowMLASpec(**shape, sliding_window=self.window)
         else:
             spec = SlidingWindowSpec(**shape, sliding_window=self.window)
         assert spec.page_size_bytes == self.page
         return spec
 
+    @property
+    def _width(self) -> int:
+        """How many numbers a token has. The tokens of small blocks are wide, as in DeepSeek-V4."""
+        return 1 if self.is_recurrent else max(1, self.page // (8 * self.block_size))
+
     def rows(self, blocks: np.ndarray) -> np.ndarray:
         """A view of shared blocks as rows of this group's tokens."""
+        if self._width > 1:
+            return blocks.reshape(*blocks.shape[:-1], self.block_size, self._width)
         return blocks.view(np.int64 if self.page == 8 * self.block_size else np.int32)
 
     def kv(self, right: np.ndarray, layer: int) -> np.ndarray:
         """The right content of a layer, from the states of the tokens."""
         kv = right ^ layer ^ (self.group_id << 20)
+        if self._width > 1:
+            return kv[:, None] + np.arange(self._width)
         return kv if self.page == 8 * self.block_size else (kv & 0x7FFFFFFF).astype(np.int32)
 
     def state(self, right: np.ndarray, stop: int, layer: int) -> np.ndarray:
@@ -144,7 +157,8 @@ class ToyGroup:
         for layer, cache in enumerate(caches):
             before_layer(layer)
             rows, kv = self.rows(cache), self.kv(right[:stop], layer)
-            wrong = np.flatnonzero(rows[table[first:start], place[first:start]] != kv[first:start])
+            differs = rows[table[first:start], place[first:start]] != kv[first:start]
+            wrong = np.flatnonzero(differs.any(axis=1) if differs.ndim > 1 else differs)
             if len(wrong):
                 raise WrongRead(
                     f"{name} reads wrong KV at token {first + wrong[0]} of {start}, "

@@ -18,6 +18,12 @@ SHAPES = {
     "small_window_blocks": {"windows": (10, None), "block_sizes": (4, 8)},
     "chunks": {"windows": (None, Chunks(24))},
     "chunks_first": {"windows": (Chunks(8), None)},
+    "latent_windows": {
+        "windows": (None, 8, 4),
+        "block_size": 8,
+        "block_sizes": (8, 4, 2),
+        "max_tokens_per_step": 16,
+    },
     "chunks_beside_windows": {"windows": (None, Chunks(16), 10)},
 }
 EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))

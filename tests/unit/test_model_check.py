@@ -229,6 +229,10 @@ def test_tokens_that_fit_are_whole_blocks() -> None:
             {**TINY_MLA, "model_type": "deepseek_v4", "compress_ratios": [4]},
             LayerKind.LATENT_WINDOW,
         ),
+        (
+            {**TINY_MLA, "model_type": "deepseek_v41", "compress_ratios": [4]},
+            LayerKind.REPLAYED_WINDOW,
+        ),
         ({**TINY_LLAMA, "architectures": ["DiffusionGemmaModel"]}, LayerKind.DIFFUSION),
     ],
 )

@@ -111,6 +111,28 @@ def test_group_needed_is_blocks_within_window(
     assert list(rest) == [n for n in group.needed(0, end) if n >= computed]
 
 
+@given(
+    st.integers(1, 64),
+    st.booleans(),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 4]),
+    st.integers(0, 40),
+    st.integers(0, 40),
+)
+def test_blocks_of_use_are_those_that_some_hit_needs(
+    window: int, is_chunked: bool, size: int, more: int, start: int, count: int
+) -> None:
+    group, alignment = Group(0, size, 64, 0, window, is_chunked=is_chunked), size * more
+    ends = range(0, (start + count + 2 * more) * size, alignment)
+    needed = {position for end in ends for position in group.needed(0, end)}
+    positions = range(start, start + count)
+    found = [position for part in group.of_use(positions, alignment) for position in part]
+    assert set(found) >= needed & set(positions)
+    assert found == sorted(set(found))
+    if is_chunked or window < alignment:
+        assert set(found) == needed & set(positions)
+
+
 def put(index: BlockIndex, keys: list[BlockKey], skip: range = range(0)) -> list[int]:
     plan = plan_store(index, Group(0, 4, 64, 0), keys, 0, len(keys), skip)
     for slot in plan.slots:

@@ -35,10 +35,12 @@ VERDICTS = {
         "recurrent state is cached with vLLM's prefix caching (--enable-prefix-caching), and not "
         "with speculative decoding",
     ),
-    LayerKind.LATENT_WINDOW: Verdict(
+    LayerKind.LATENT_WINDOW: Verdict(True, "SlidingWindowMLASpec"),
+    LayerKind.REPLAYED_WINDOW: Verdict(
         False,
-        "SlidingWindowMLASpec",
-        "sliding windows over latent KV (DeepSeek-V4) are not supported so far",
+        "",
+        "sliding windows that vLLM recomputes after each hit (DeepSeek-V4.1) are not supported so "
+        "far",
     ),
     LayerKind.DRAFT: Verdict(
         True, "", "a draft model is cached together with the model that it drafts for"

@@ -68,6 +68,24 @@ class Group:
             first = max(first, passed // self.block_size)
         return range(first, end // self.block_size)
 
+    def of_use(self, positions: range, alignment: int) -> list[range]:
+        """Those of these positions whose blocks some hit needs. Hits end at multiples of
+        `alignment`: a short window there reaches few of the blocks between two of them."""
+        if self.window is None or (self.window >= alignment and not self.is_chunked):
+            return [positions]
+        found: list[range] = []
+        first = positions.start
+        while first < positions.stop:
+            end = -(-(first + 1) * self.block_size // alignment) * alignment
+            needed = self.needed(first * self.block_size, end)
+            start, stop = needed.start, min(needed.stop, positions.stop)
+            if start < stop:
+                if found and found[-1].stop == start:
+                    start = found.pop().start
+                found.append(range(start, stop))
+            first = end // self.block_size
+        return found
+
 
 def groups_of(
     block_sizes: Sequence[int],

@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
 
 _UNSUPPORTED = {
-    "SlidingWindowMLASpec": (
-        "sliding windows over latent KV (DeepSeek-V4) are rebuilt by vLLM in ways not supported "
-        "so far"
-    ),
     "CrossAttentionSpec": "the KV of an encoder's output depends on no prefix of tokens",
     "EncoderOnlyAttentionSpec": "an encoder has no KV cache to keep",
     "SinkFullAttentionSpec": "blocks of attention sinks belong to no request",
@@ -80,6 +76,7 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         FullAttentionSpec,
         MambaSpec,
         MLAAttentionSpec,
+        SlidingWindowMLASpec,
         SlidingWindowSpec,
         iter_layer_specs,
     )
@@ -92,6 +89,7 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         return "the model has more than 255 KV-cache groups"
     apart = {
         SlidingWindowSpec: "sliding windows",
+        SlidingWindowMLASpec: "sliding windows over latent KV",
         ChunkedLocalAttentionSpec: "chunked local attention",
         MambaSpec: "recurrent state",
     }
@@ -107,6 +105,10 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
                 return f"KV-cache group {group_id} mixes {name} with other kinds of cache"
         if ChunkedLocalAttentionSpec in kinds:
             unusable = _why_not_chunked(kv_cache_config, spec)
+            if unusable is not None:
+                return unusable
+        if SlidingWindowMLASpec in kinds:
+            unusable = _why_not_latent_windows(spec)
             if unusable is not None:
                 return unusable
         if MambaSpec in kinds:
@@ -131,7 +133,10 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         return f"speculative decoding with {speculative.method} is not supported so far"
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        return "context parallelism is not supported so far"
+        return (
+            "context parallelism (DCP, PCP), where each rank holds other tokens of a block, is not "
+            "supported so far"
+        )
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return "ranks started by an external launcher do not report to one scheduler"
     if parallel.pipeline_parallel_size > 1 and _is_legacy_ray(parallel):
@@ -163,6 +168,22 @@ def _why_not_chunked(kv_cache_config: KVCacheConfig, spec: KVCacheSpec) -> str |
     ):
         # A prefix of whole chunks then needs no block at all.
         return "chunked local attention is cached only beside layers of another kind"
+    return None
+
+
+def _why_not_latent_windows(spec: KVCacheSpec) -> str | None:
+    """The reason why sliding windows over latent KV are not cached, or None if they can be."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.kv_cache_interface import iter_layer_specs
+
+    if any(getattr(one, "bounded_replay", False) for one in iter_layer_specs(spec)):
+        return (
+            "sliding windows that vLLM recomputes after each hit (DeepSeek-V4.1, "
+            "--swa-bounded-replay) are not supported so far"
+        )
+    if not hasattr(KVConnectorBase_V1, "get_loaded_kv_cache_group_ids"):
+        # vLLM would clear blocks while they are loaded.
+        return "sliding windows over latent KV are cached only with vLLM 0.32 or newer"
     return None
 
 
