@@ -140,16 +140,34 @@ ROWS = (
         says="is not cached with speculative decoding",
     ),
     Row(
-        "Chunked local attention that frees blocks (Llama-4, opt-in)",
-        State.LEFT_ALONE,
-        (_kinds("test_a_cache_that_is_not_full_attention_is_left_alone"),),
-        says="chunked local attention",
+        "Chunked local attention (Llama-4)",
+        State.CACHED,
+        (
+            "tests/engine/test_window_engines.py::test_each_prompt_is_found_as_by_vllm_itself",
+            "tests/engine/test_windows.py::test_random_clients",
+            "tests/engine/test_remote_windows.py::test_random_clients_of_two_engines",
+        ),
+        "only the blocks of the last chunk are loaded; not cached if all layers are chunked, or if "
+        "a chunk does not consist of whole blocks",
     ),
     Row(
-        "Sliding windows over latent KV (DeepSeek-V4)",
+        "Sliding windows over latent KV, compressed KV (DeepSeek-V4)",
+        State.CACHED,
+        (
+            "tests/engine/test_latent_windows.py::test_all_groups_of_deepseek_v4_are_cached",
+            "tests/engine/test_latent_windows.py"
+            "::test_blocks_of_deepseek_v4_are_the_bytes_of_their_layers",
+            "tests/engine/test_windows.py::test_random_clients",
+            "tests/gpu/test_latent_windows_gpu.py::test_a_tier_hit_is_a_device_hit",
+        ),
+        "shown with vLLM's caches and schedulers, but not yet with its kernels, which need a GPU "
+        "or a CPU with AMX",
+    ),
+    Row(
+        "Sliding windows that vLLM recomputes after each hit (DeepSeek-V4.1)",
         State.LEFT_ALONE,
         (_SUPPORT_TESTS,),
-        says="sliding windows over latent KV",
+        says="sliding windows that vLLM recomputes",
     ),
     Row(
         "Layers that share the KV cache of other layers (Gemma-3n)",
@@ -361,8 +379,6 @@ NAMED = (
     NamedModel(
         "DeepSeek-V4",
         {"model_type": "deepseek_v4", "num_hidden_layers": 61, "compress_ratios": [4, 128]},
-        "vLLM's description of its cache",
-        _SUPPORT_TESTS,
     ),
     NamedModel("Kimi-K2", _latent("kimi_k2", 61), *_MLA),
     NamedModel(
@@ -421,7 +437,10 @@ NAMED = (
     NamedModel("Llama-3.1-8B", _published("llama", 32, 8, 128), *_FULL),
     NamedModel("Llama-3.1-70B", _published("llama", 80, 8, 128), *_FULL),
     NamedModel(
-        "Llama-4 Scout, Maverick", _published("llama4_text", 48, 8, 128, attention_chunk_size=8192)
+        "Llama-4 Scout, Maverick",
+        _published("llama4_text", 48, 8, 128, attention_chunk_size=8192),
+        "a tiny one",
+        _EACH_PROMPT,
     ),
     NamedModel(
         "Mistral-7B-v0.1",

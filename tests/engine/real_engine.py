@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
@@ -176,6 +177,8 @@ class RealEngine:
                     kind = LayerKind.MLA
                 elif isinstance(spec, SlidingWindowSpec):
                     kind = LayerKind.WINDOW
+                elif isinstance(spec, ChunkedLocalAttentionSpec):
+                    kind = LayerKind.CHUNKED
                 found[kind] += spec.unpadded_page_size_bytes // spec.block_size
         # On CPUs vLLM keeps recurrent state in float32, on GPUs in the model's dtype.
         state_dtype = config.cache_config.mamba_ssm_cache_dtype
@@ -231,7 +234,7 @@ def _draw_weights(gain: float) -> Callable[[DummyModelLoader, torch.nn.Module, A
                     first, second = torch.eye(len(weight)), torch.zeros(len(weight), len(weight))
                     halves = (second, first) if "input_proj" in name else (first, second)
                     weight.copy_(torch.cat(halves, dim=1))
-                else:
+                elif weight.is_floating_point():  # tables of hashed experts stay as vLLM drew them
                     inner = gain if "layers." in name else 2.5
                     scale = 1.0 if "embed" in name else inner / weight.shape[-1] ** 0.5
                     weight.normal_(0.0, scale, generator=generator)

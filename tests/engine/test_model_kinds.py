@@ -16,16 +16,11 @@ import numpy as np
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    CircularBufferSpec,
-    KVCacheSpec,
     MambaSpec,
 )
 
 from tests.engine.made_configs import (
     FULL,
-    SHAPE,
-    bare_config,
     engine_config,
     groups,
     one_group,
@@ -42,7 +37,6 @@ from tests.models import (
 )
 from tests.patience import mostly_slow
 from vllm_tiered_kv.connector.identity.model_fingerprint import fingerprint
-from vllm_tiered_kv.connector.support import why_not_cacheable
 from vllm_tiered_kv.metrics import names
 
 COUNT = 6
@@ -124,20 +118,6 @@ def test_layers_that_share_the_cache_of_others(tmp_path: Path) -> None:
         cold, tier = assert_tier_serves(engine)
         assert [a.tokens for a in cold] == [a.tokens for a in tier]
         assert_spoiled_bytes_show(engine, tier)
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64),
-        CircularBufferSpec(**SHAPE),
-    ],
-    ids=lambda spec: type(spec).__name__,
-)
-def test_a_cache_that_is_not_full_attention_is_left_alone(spec: KVCacheSpec) -> None:
-    said = why_not_cacheable(bare_config(), groups(FULL, spec))
-    assert said is not None
-    assert f"group 1 is {type(spec).__name__}" in said
 
 
 # ---- multi-head latent attention ----------------------------------------------------------------

@@ -47,12 +47,14 @@ from vllm_tiered_kv.connector.metadata import TieredKVHandshake, TieredKVMetadat
 from vllm_tiered_kv.connector.support import why_not_cacheable
 from vllm_tiered_kv.connector.worker.forward_hooks import wanted_layout
 from vllm_tiered_kv.connector.worker.kv_layout import (
+    chunked_groups,
     group_block_bytes,
     group_windows,
     recurrent_groups,
 )
 
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=64)
+CHUNKS = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)
 LATENT = {**SHAPE, "num_kv_heads": 1, "sliding_window": 64}
 OVERWRITTEN = MambaSpec(block_size=16, shapes=((4, 8),), dtypes=(torch.float32,))
 STATE = replace(
@@ -82,6 +84,23 @@ def test_sliding_windows_are_cached_alone_and_beside_full_attention() -> None:
     assert group_windows(groups(retained)) == [67]
 
 
+def test_windows_over_latent_kv_are_cached() -> None:
+    cache = groups(MLAAttentionSpec(**{**SHAPE, "num_kv_heads": 1}), SlidingWindowMLASpec(**LATENT))
+    assert why_not_cacheable(bare_config(), cache) is None
+    assert group_windows(cache) == [None, 64]
+
+
+def test_chunked_attention_is_cached_beside_full_attention() -> None:
+    sizes = UniformTypeKVCacheSpecs(
+        block_size=16, kv_cache_specs={"l0": CHUNKS, "l2": replace(CHUNKS, head_size=64)}
+    )
+    for cache in (groups(CHUNKS, FULL), groups(FULL, CHUNKS, CHUNKS), groups(sizes, FULL)):
+        assert why_not_cacheable(bare_config(), cache) is None
+    cache = groups(FULL, CHUNKS, sizes)
+    assert group_windows(cache) == [None, 64, 64]
+    assert chunked_groups(cache) == [1, 2]
+
+
 @WITH_RECURRENT_STATES
 def test_recurrent_states_are_cached_alone_and_beside_attention() -> None:
     sizes = UniformTypeKVCacheSpecs(
@@ -105,8 +124,9 @@ def test_recurrent_states_with_drafts_are_left_alone() -> None:
     ("cache", "reason"),
     [
         (groups(), "no KV cache"),
-        (groups(FULL, SlidingWindowMLASpec(**LATENT)), "group 1 is SlidingWindowMLASpec: "),
-        (groups(ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)), "chunked local"),
+        (groups(FULL, SlidingWindowMLASpec(**LATENT, bounded_replay=True)), "swa-bounded-replay"),
+        (groups(CHUNKS), "only beside layers of another kind"),
+        (groups(FULL, replace(CHUNKS, attention_chunk_size=72)), "chunks of 72 tokens consist of"),
         (groups(FULL, OVERWRITTEN), "recurrent state (Mamba, linear attention) is cached only"),
         (groups(FULL, CrossAttentionSpec(**SHAPE)), "encoder"),
         (groups(SinkFullAttentionSpec(**SHAPE, sink_len=4)), "sinks"),

@@ -1,4 +1,5 @@
-"""Real engines with sliding windows: Mistral's, Gemma 3's and gpt-oss's kinds of layers.
+"""Real engines with sliding windows and chunks: Mistral's, Gemma 3's, gpt-oss's and Llama 4's kinds
+of layers.
 
 What the tier serves must be what vLLM's own cache serves: the same number of tokens found, then the
 same tokens and logprobs, bit by bit, since both compute the same rest of the prompt.

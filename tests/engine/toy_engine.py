@@ -40,7 +40,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.engine.delayed_copier import LAYERS, DelayedCopier
-from tests.engine.toy_groups import EXPORTED_STATE, ToyGroup, kv_cache_config
+from tests.engine.toy_groups import EXPORTED_STATE, Chunks, ToyGroup, kv_cache_config
 from vllm_tiered_kv.connector import assembly
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.device.arena import Arena
@@ -89,8 +89,8 @@ class ToyEngine:
     model: Path
     async_scheduling: bool = False
     block_size: int = 4  # of the first group
-    windows: tuple[int | None, ...] = (None,)  # one for each group, see `toy_groups.STATE`
-    block_sizes: tuple[int, ...] = ()  # per group, if they differ: once or twice the first
+    windows: tuple[int | Chunks | None, ...] = (None,)  # for each group, see `toy_groups.STATE`
+    block_sizes: tuple[int, ...] = ()  # per group, if they differ: up to twice the first
     hash_size: int = 0  # tokens of a block hash; 0: the smallest block size
     retention: int | None = None  # vLLM's prefix_cache_retention_interval
     gpu_blocks: int = 64

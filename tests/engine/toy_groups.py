@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
     MambaSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -32,6 +34,13 @@ EXPORTED_STATE = -2
 does."""
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """In place of a window: chunked local attention. A token attends to those of its own chunk."""
+
+    tokens: int
+
+
 class WrongRead(AssertionError):
     """The model would attend to KV that does not belong to its tokens."""
 
@@ -41,7 +50,7 @@ class ToyGroup:
     """One KV-cache group of a toy engine, which builds it."""
 
     group_id: int
-    window: int | None
+    window: int | Chunks | None
     block_size: int  # tokens
     page: int  # bytes of a block in one layer, the same in all groups
 
@@ -52,6 +61,14 @@ class ToyGroup:
     @property
     def is_recurrent(self) -> bool:
         return self.window in (STATE, EXPORTED_STATE)
+
+    def first_read(self, end: int) -> int:
+        """The first token that the token after the first `end` ones attends to, by definition."""
+        if self.window is None:
+            return 0
+        if isinstance(self.window, Chunks):
+            return end - end % self.window.tokens
+        return max(0, end - self.window + 1)
 
     @property
     def spec(self) -> KVCacheSpec:
@@ -74,18 +91,32 @@ class ToyGroup:
         }
         if self.window is None:
             spec: AttentionSpec = FullAttentionSpec(**shape)
+        elif isinstance(self.window, Chunks):
+            spec = ChunkedLocalAttentionSpec(**shape, attention_chunk_size=self.window.tokens)
+        elif self._width > 1:
+            del shape["head_size_v"]
+            spec = SlidingWindowMLASpec(**shape, sliding_window=self.window)
         else:
             spec = SlidingWindowSpec(**shape, sliding_window=self.window)
         assert spec.page_size_bytes == self.page
         return spec
 
+    @property
+    def _width(self) -> int:
+        """How many numbers a token has. The tokens of small blocks are wide, as in DeepSeek-V4."""
+        return 1 if self.is_recurrent else max(1, self.page // (8 * self.block_size))
+
     def rows(self, blocks: np.ndarray) -> np.ndarray:
         """A view of shared blocks as rows of this group's tokens."""
+        if self._width > 1:
+            return blocks.reshape(*blocks.shape[:-1], self.block_size, self._width)
         return blocks.view(np.int64 if self.page == 8 * self.block_size else np.int32)
 
     def kv(self, right: np.ndarray, layer: int) -> np.ndarray:
         """The right content of a layer, from the states of the tokens."""
         kv = right ^ layer ^ (self.group_id << 20)
+        if self._width > 1:
+            return kv[:, None] + np.arange(self._width)
         return kv if self.page == 8 * self.block_size else (kv & 0x7FFFFFFF).astype(np.int32)
 
     def state(self, right: np.ndarray, stop: int, layer: int) -> np.ndarray:
@@ -120,13 +151,14 @@ class ToyGroup:
             self._advance_state(name, caches, blocks, right, span, before_layer)
             return
         table, place = self.table(blocks, stop)
-        first = 0 if self.window is None else max(0, start - self.window + 1)
+        first = self.first_read(start)
         if not table[first:stop].all():
             raise WrongRead(f"{name} has no block for a token it needs")
         for layer, cache in enumerate(caches):
             before_layer(layer)
             rows, kv = self.rows(cache), self.kv(right[:stop], layer)
-            wrong = np.flatnonzero(rows[table[first:start], place[first:start]] != kv[first:start])
+            differs = rows[table[first:start], place[first:start]] != kv[first:start]
+            wrong = np.flatnonzero(differs.any(axis=1) if differs.ndim > 1 else differs)
             if len(wrong):
                 raise WrongRead(
                     f"{name} reads wrong KV at token {first + wrong[0]} of {start}, "

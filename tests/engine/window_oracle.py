@@ -13,6 +13,7 @@ MODELS = {
     "mistral": window_models.MISTRAL,
     "gemma3": window_models.GEMMA3,
     "gpt_oss": window_models.GPT_OSS,
+    "llama4": window_models.LLAMA4,
 }
 WINDOW_BLOCKS = -(-(window_models.WINDOW - 1) // BLOCK)
 
@@ -33,8 +34,9 @@ def model_folder(folder: Path, name: str) -> Path:
 
 def needed_blocks(engine: RealEngine, tokens: int) -> int:
     blocks = tokens // BLOCK
+    windowed = {False: min(blocks, WINDOW_BLOCKS), True: tokens % window_models.WINDOW // BLOCK}
     return sum(
-        blocks if group.window is None else min(blocks, WINDOW_BLOCKS)
+        blocks if group.window is None else windowed[group.is_chunked]
         for group in engine.half._groups
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.toy_engine import ToyEngine
+from tests.engine.toy_groups import Chunks
 
 SHAPES = {
     "window": {"windows": (10,)},
@@ -15,6 +16,15 @@ SHAPES = {
     "one_token": {"windows": (None, 1)},
     "small_full_blocks": {"windows": (None, 10), "block_sizes": (4, 8)},
     "small_window_blocks": {"windows": (10, None), "block_sizes": (4, 8)},
+    "chunks": {"windows": (None, Chunks(24))},
+    "chunks_first": {"windows": (Chunks(8), None)},
+    "latent_windows": {
+        "windows": (None, 8, 4),
+        "block_size": 8,
+        "block_sizes": (8, 4, 2),
+        "max_tokens_per_step": 16,
+    },
+    "chunks_beside_windows": {"windows": (None, Chunks(16), 10)},
 }
 EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
 
@@ -23,6 +33,6 @@ def window_blocks(engine: ToyEngine, end: int) -> int:
     """Blocks a hit that ends there needs, by the definition: those with a token in reach."""
     needed = 0
     for group in engine.groups:
-        first = 0 if group.window is None else max(0, end - group.window + 1)
-        needed += len({token // group.block_size for token in range(first, end)})
+        reach = range(group.first_read(end), end)
+        needed += len({token // group.block_size for token in reach})
     return needed

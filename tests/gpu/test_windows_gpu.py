@@ -36,7 +36,7 @@ SHAPE = {
 LENGTHS = (6_000, 4_097, 1_500, 777)
 
 
-@pytest.mark.parametrize("name", ["GEMMA3", "MISTRAL", "GPT_OSS"])
+@pytest.mark.parametrize("name", ["GEMMA3", "MISTRAL", "GPT_OSS", "LLAMA4"])
 def test_a_tier_hit_is_a_device_hit(tmp_path: Path, name: str) -> None:
     model = window_models.write(tmp_path, {**getattr(window_models, name), **SHAPE})
     rng = random.Random(5)

@@ -229,6 +229,10 @@ def test_tokens_that_fit_are_whole_blocks() -> None:
             {**TINY_MLA, "model_type": "deepseek_v4", "compress_ratios": [4]},
             LayerKind.LATENT_WINDOW,
         ),
+        (
+            {**TINY_MLA, "model_type": "deepseek_v41", "compress_ratios": [4]},
+            LayerKind.REPLAYED_WINDOW,
+        ),
         ({**TINY_LLAMA, "architectures": ["DiffusionGemmaModel"]}, LayerKind.DIFFUSION),
     ],
 )
@@ -254,7 +258,6 @@ def test_verdicts_are_those_of_a_running_engine(kind: LayerKind) -> None:
 
 def test_every_class_that_is_refused_by_name_is_known_or_cannot_be_read_from_a_file() -> None:
     only_at_run_time = {  # an environment variable, or back-ends of single models
-        "ChunkedLocalAttentionSpec",
         "SinkFullAttentionSpec",
         "RSWASpec",
         "CircularBufferSpec",

@@ -35,7 +35,7 @@ def cases(draw: st.DrawFn) -> Case:
     sizes = draw(st.lists(st.sampled_from([2, 4, 8]), min_size=1, max_size=3))
     windows = [draw(st.one_of(st.none(), st.integers(1, 30))) for _ in sizes]
     groups = [
-        Group(number, size, 64, 0, window)
+        Group(number, size, 64, 0, window, is_chunked=window is not None and draw(st.booleans()))
         for number, (size, window) in enumerate(zip(sizes, windows, strict=True))
     ]
     keys = [
@@ -59,6 +59,8 @@ def can_go_on(case: Case, end: int) -> bool:
     for group, here, elsewhere in zip(case.groups, case.here, case.elsewhere, strict=True):
         for token in range(case.computed, end):
             is_read = group.window is None or token > end - group.window
+            if group.window is not None and group.is_chunked:
+                is_read = token // group.window == end // group.window
             position = token // group.block_size
             if is_read and position not in here and position not in elsewhere:
                 return False
@@ -92,17 +94,43 @@ def test_loadable_tokens_is_longest_complete_prefix(case: Case) -> None:
 
 
 @given(
-    st.integers(1, 64), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 30), st.integers(0, 30)
+    st.integers(1, 64),
+    st.booleans(),
+    st.sampled_from([1, 2, 4, 8, 16]),
+    st.integers(0, 30),
+    st.integers(0, 30),
 )
 def test_group_needed_is_blocks_within_window(
-    window: int, size: int, blocks: int, computed: int
+    window: int, is_chunked: bool, size: int, blocks: int, computed: int
 ) -> None:
-    group = Group(0, size, 64, 0, window)
+    group = Group(0, size, 64, 0, window, is_chunked=is_chunked)
     end = blocks * size
-    reach = range(max(0, end - window + 1), end)
+    reach = range(end - end % window if is_chunked else max(0, end - window + 1), end)
     assert list(group.needed(0, end)) == sorted({token // size for token in reach})
     rest = group.needed(computed * size, end)
     assert list(rest) == [n for n in group.needed(0, end) if n >= computed]
+
+
+@given(
+    st.integers(1, 64),
+    st.booleans(),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 4]),
+    st.integers(0, 40),
+    st.integers(0, 40),
+)
+def test_blocks_of_use_are_those_that_some_hit_needs(
+    window: int, is_chunked: bool, size: int, more: int, start: int, count: int
+) -> None:
+    group, alignment = Group(0, size, 64, 0, window, is_chunked=is_chunked), size * more
+    ends = range(0, (start + count + 2 * more) * size, alignment)
+    needed = {position for end in ends for position in group.needed(0, end)}
+    positions = range(start, start + count)
+    found = [position for part in group.of_use(positions, alignment) for position in part]
+    assert set(found) >= needed & set(positions)
+    assert found == sorted(set(found))
+    if is_chunked or window < alignment:
+        assert set(found) == needed & set(positions)
 
 
 def put(index: BlockIndex, keys: list[BlockKey], skip: range = range(0)) -> list[int]:

@@ -614,9 +614,25 @@ ENGINE = (
     Mutation(
         "window-one-block-short",
         "cache/planner.py",
-        "(end - self.window + 1) // self.block_size)",
-        "(end - self.window + 1) // self.block_size + 1)",
+        "passed // self.block_size)",
+        "passed // self.block_size + 1)",
         "tokens at the edge of a window read a block that was never loaded",
+        _PLANNER,
+    ),
+    Mutation(
+        "chunk-begins-late",
+        "cache/planner.py",
+        "end // self.window * self.window if",
+        "-(-end // self.window) * self.window if",
+        "tokens of an unfinished chunk read blocks that were never loaded",
+        _PLANNER,
+    ),
+    Mutation(
+        "needed-blocks-not-stored",
+        "cache/planner.py",
+        "needed = self.needed(first * self.block_size, end)",
+        "needed = self.needed((first + 1) * self.block_size, end)",
+        "the first block of each window before a possible end of a hit is not stored",
         _PLANNER,
     ),
     Mutation(

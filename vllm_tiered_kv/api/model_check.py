@@ -28,22 +28,19 @@ VERDICTS = {
     LayerKind.WINDOW: Verdict(True, "SlidingWindowSpec"),
     LayerKind.MLA: Verdict(True, "MLAAttentionSpec"),
     LayerKind.INDEXER: Verdict(True, "MLAAttentionSpec"),
-    LayerKind.CHUNKED: Verdict(
-        True,
-        "FullAttentionSpec",
-        "chunked attention is cached as full attention; with "
-        "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=1 the model is not cached",
-    ),
+    LayerKind.CHUNKED: Verdict(True, "ChunkedLocalAttentionSpec"),
     LayerKind.RECURRENT: Verdict(
         True,
         "MambaSpec",
         "recurrent state is cached with vLLM's prefix caching (--enable-prefix-caching), and not "
         "with speculative decoding",
     ),
-    LayerKind.LATENT_WINDOW: Verdict(
+    LayerKind.LATENT_WINDOW: Verdict(True, "SlidingWindowMLASpec"),
+    LayerKind.REPLAYED_WINDOW: Verdict(
         False,
-        "SlidingWindowMLASpec",
-        "sliding windows over latent KV (DeepSeek-V4) are not supported so far",
+        "",
+        "sliding windows that vLLM recomputes after each hit (DeepSeek-V4.1) are not supported so "
+        "far",
     ),
     LayerKind.DRAFT: Verdict(
         True, "", "a draft model is cached together with the model that it drafts for"

@@ -38,6 +38,7 @@ class LayerKind(enum.Enum):
     MLA = "latent KV (MLA)"
     INDEXER = "sparse-attention indexer"
     LATENT_WINDOW = "sliding windows over latent KV"
+    REPLAYED_WINDOW = "sliding windows that are recomputed"
     RECURRENT = "recurrent state"
     CROSS = "cross attention"
     ENCODER = "encoder"
@@ -251,7 +252,9 @@ class _Reader:
         if "compress_ratios" in self.text:
             layers = self._count("num_hidden_layers")
             self.notes.append("the KV bytes of this architecture are not computed here")
-            return self._shape(layers, (), (LayerKind.LATENT_WINDOW,))
+            is_replayed = self.model_type == "deepseek_v41"
+            kind = LayerKind.REPLAYED_WINDOW if is_replayed else LayerKind.LATENT_WINDOW
+            return self._shape(layers, (), (kind,))
         return self._decoder()
 
     def _shape(self, layers: int, groups: tuple[LayerGroup, ...], also: Kinds = ()) -> ModelShape:

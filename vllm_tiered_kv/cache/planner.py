@@ -4,7 +4,8 @@ moves no bytes.
 A group with full attention needs every block of a prefix. A group with a sliding window needs only
 the last ones: tokens before the window of the next token are never read again, and vLLM keeps no
 blocks for them. So a hit can end wherever the full-attention groups have all blocks and the windows
-of the other groups are complete.
+of the other groups are complete. Chunked local attention is a window that begins at the last
+multiple of its size: a hit that ends there needs no block of the group.
 
 A group of recurrent layers needs one block, with the state after the last token of the hit. vLLM
 keeps that state only at some block boundaries, so a hit can end only there.
@@ -55,14 +56,35 @@ class Group:
     window: int | None = None  # tokens a token attends to, including itself; None: full attention
     is_recurrent: bool = False
     """A block holds the state after its last token. The window is `STATE_WINDOW`."""
+    is_chunked: bool = False
+    """The window begins at the last multiple of its size."""
 
     def needed(self, computed: int, end: int) -> range:
         """Returns the block positions that a request with `computed` tokens must load to continue
         at token `end`."""
         first = computed // self.block_size
         if self.window is not None:
-            first = max(first, (end - self.window + 1) // self.block_size)
+            passed = end // self.window * self.window if self.is_chunked else end - self.window + 1
+            first = max(first, passed // self.block_size)
         return range(first, end // self.block_size)
+
+    def of_use(self, positions: range, alignment: int) -> list[range]:
+        """Those of these positions whose blocks some hit needs. Hits end at multiples of
+        `alignment`: a short window there reaches few of the blocks between two of them."""
+        if self.window is None or (self.window >= alignment and not self.is_chunked):
+            return [positions]
+        found: list[range] = []
+        first = positions.start
+        while first < positions.stop:
+            end = -(-(first + 1) * self.block_size // alignment) * alignment
+            needed = self.needed(first * self.block_size, end)
+            start, stop = needed.start, min(needed.stop, positions.stop)
+            if start < stop:
+                if found and found[-1].stop == start:
+                    start = found.pop().start
+                found.append(range(start, stop))
+            first = end // self.block_size
+        return found
 
 
 def groups_of(
@@ -71,9 +93,10 @@ def groups_of(
     windows: Sequence[int | None],
     geometry: ArenaGeometry,
     recurrent: Collection[int] = (),
+    chunked: Collection[int] = (),
 ) -> list[Group]:
     """Returns the groups of an engine. An empty `windows` means full attention everywhere;
-    `recurrent` are the groups of recurrent layers."""
+    `recurrent` are the groups of recurrent layers, `chunked` those of chunked local attention."""
     return [
         Group(
             group_id,
@@ -82,6 +105,7 @@ def groups_of(
             geometry.class_of_block(nbytes),
             window,
             group_id in recurrent,
+            group_id in chunked,
         )
         for group_id, (size, nbytes, window) in enumerate(
             zip(block_sizes, block_bytes, windows or [None] * len(block_sizes), strict=True)

@@ -2,7 +2,7 @@
 is complete when it is built. What vLLM tells later, it tells the halves by a call.
 
 Each half computes the arena's geometry from its own view of the block sizes. A handshake at start
-checks that all views agree.
+checks that all views agree; where vLLM shows the scheduler too little, that of the workers counts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -52,6 +52,7 @@ from vllm_tiered_kv.connector.scheduler.store_planner import StorePlanner
 from vllm_tiered_kv.connector.scheduler.verification import Verification
 from vllm_tiered_kv.connector.tracing import account_tracer
 from vllm_tiered_kv.connector.worker.kv_layout import (
+    chunked_groups,
     first_forward_clears,
     group_block_bytes,
     group_windows,
@@ -88,7 +89,9 @@ def make_scheduler_half(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     is_inside_multi: bool = False,
+    block_bytes: Sequence[int] | None = None,
 ) -> SchedulerHalf:
+    """`block_bytes`: per group, if `kv_cache_config` does not tell."""
     windows = group_windows(kv_cache_config)
     if config.reuse_partial_tail and (len(windows) > 1 or windows[0] is not None):
         raise ConfigError(
@@ -125,8 +128,8 @@ def make_scheduler_half(
     logger.info("namespace %s: model %s", namespace[:NAMESPACE_BYTES].hex(), model)
     key_maker = _key_maker(config, vllm_config, namespace, block_sizes)
 
-    geometry = arena_geometry(config, vllm_config, kv_cache_config)
-    block_bytes = group_block_bytes(kv_cache_config)
+    block_bytes = block_bytes or group_block_bytes(kv_cache_config)
+    geometry = arena_geometry(config, vllm_config, kv_cache_config, block_bytes)
     recorder = Recorder()
     events = None
     if kv_events.are_enabled(vllm_config) and config.mode is Mode.TIERED:
@@ -144,8 +147,8 @@ def make_scheduler_half(
         events.bind(index, bool(config.remote))
         ledger.on_committed.append(events.committed)
         ledger.on_sent.append(events.sent)
-    states = recurrent_groups(kv_cache_config)
-    groups = groups_of(block_sizes, block_bytes, windows, geometry, states)
+    states, chunked = recurrent_groups(kv_cache_config), chunked_groups(kv_cache_config)
+    groups = groups_of(block_sizes, block_bytes, windows, geometry, states, chunked)
     tier = CpuTier(groups, index, ledger, recorder)
 
     remote = lookups = claims = verification = None
@@ -308,7 +311,8 @@ def make_worker_half(
     kv_cache_config: KVCacheConfig,
     is_inside_multi: bool = False,
 ) -> WorkerHalf:
-    geometry = arena_geometry(config, vllm_config, kv_cache_config)
+    block_bytes = group_block_bytes(kv_cache_config)
+    geometry = arena_geometry(config, vllm_config, kv_cache_config, block_bytes)
     parallel = vllm_config.parallel_config
     holding = holding_of(
         parallel.rank,
@@ -366,12 +370,14 @@ def _steps_can_be_discarded(vllm_config: VllmConfig) -> bool:
 
 
 def arena_geometry(
-    config: TieredKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    config: TieredKVConfig,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    block_bytes: Sequence[int],
 ) -> ArenaGeometry:
     """The arena of one worker, or of all replicas that share one: an even part of `cpu_memory`."""
     parallel = vllm_config.parallel_config
     ranks = parallel.world_size
-    block_bytes = group_block_bytes(kv_cache_config)
     replicas = replicas_of(kv_cache_config, parallel)
     if config.cpu_memory // ranks < max(block_bytes):
         raise ConfigError(
@@ -380,7 +386,7 @@ def arena_geometry(
             f"of {format_size(max(block_bytes))}; set a larger value",
         )
     _require_room_on_this_host(config.cpu_memory, parallel)
-    return ArenaGeometry.for_blocks(config.cpu_memory // (ranks // replicas), block_bytes)
+    return ArenaGeometry.for_blocks(config.cpu_memory // (ranks // replicas), list(block_bytes))
 
 
 def _require_room_on_this_host(cpu_memory: int, parallel: ParallelConfig) -> None:

@@ -90,6 +90,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_half: SchedulerHalf | None = None
         self.worker_half: WorkerHalf | None = None
         self._idle_steps: idle_steps.IdleSteps | None = None
+        self._manager: KVCacheManager | None = None
         self._is_inside_multi = is_inside_multi_connector()
         # A failed load is recomputed, never an error. vLLM reads this after it has built us.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
@@ -105,16 +106,23 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
                 if message is not None:
                     logger.warning(message)
             logger.info("tiered KV cache: %s", config.describe())
-            self.scheduler_half = make_scheduler_half(
-                config, vllm_config, kv_cache_config, self._is_inside_multi
-            )
-            if self.scheduler_half.has_daemons and idle_steps.are_needed(vllm_config):
-                self._idle_steps = idle_steps.IdleSteps(self.scheduler_half, vllm_config)
+            self._open_scheduler_half(config)
         elif config.mode is Mode.TIERED:
             self.worker_half = make_worker_half(
                 config, vllm_config, kv_cache_config, self._is_inside_multi
             )
             same_process.register_worker(self.worker_half, vllm_config)
+
+    def _open_scheduler_half(
+        self, config: TieredKVConfig, block_bytes: tuple[int, ...] | None = None
+    ) -> None:
+        """`block_bytes`: what the workers report, if it is not what the scheduler can see."""
+        half = make_scheduler_half(
+            config, self._vllm_config, self._kv_cache_config, self._is_inside_multi, block_bytes
+        )
+        self.scheduler_half = half
+        if half.has_daemons and idle_steps.are_needed(self._vllm_config):
+            self._idle_steps = idle_steps.IdleSteps(half, self._vllm_config)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -194,19 +202,35 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
+        self._manager = kv_cache_manager
         if self.scheduler_half is not None:
             self.scheduler_half.bind_kv_cache_manager(kv_cache_manager)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """All ranks must have the block sizes that the scheduler expects, or slots would not
-        match."""
+        """All ranks must have the block sizes that the scheduler expects, or slots would not match.
+
+        vLLM shows the scheduler only the first layer of each group. Where the layers of a group
+        differ in size, as latent KV and its indexer, the sizes that all ranks report replace those
+        of the scheduler. No request has arrived by then."""
         if self.scheduler_half is None:
             return
-        for rank, handshake in metadata.items():
-            if isinstance(handshake, TieredKVHandshake):
-                self._check_block_bytes(rank, handshake.block_bytes)
+        sizes = {
+            rank: handshake.block_bytes
+            for rank, handshake in metadata.items()
+            if isinstance(handshake, TieredKVHandshake)
+        }
+        half, reported = self.scheduler_half, set(sizes.values())
+        if len(reported) == 1 and reported.isdisjoint({(), half.block_bytes}):
+            half.shutdown()
+            config = TieredKVConfig.load(self._kv_transfer_config.kv_connector_extra_config)
+            self._open_scheduler_half(config, reported.pop())
+            if self._manager is not None:
+                self.scheduler_half.bind_kv_cache_manager(self._manager)
+            return
+        for rank, block_bytes in sizes.items():
+            self._check_block_bytes(rank, block_bytes)
 
     def _check_block_bytes(self, rank: object, block_bytes: tuple[int, ...]) -> None:
         """Switches the cache off if a rank has other block sizes than the scheduler expects."""

@@ -13,17 +13,9 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from vllm.config import ParallelConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
 
 _UNSUPPORTED = {
-    "ChunkedLocalAttentionSpec": (
-        "chunked local attention is cached only without "
-        "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE, as full attention"
-    ),
-    "SlidingWindowMLASpec": (
-        "sliding windows over latent KV (DeepSeek-V4) are rebuilt by vLLM in ways not supported "
-        "so far"
-    ),
     "CrossAttentionSpec": "the KV of an encoder's output depends on no prefix of tokens",
     "EncoderOnlyAttentionSpec": "an encoder has no KV cache to keep",
     "SinkFullAttentionSpec": "blocks of attention sinks belong to no request",
@@ -80,9 +72,11 @@ def is_inside_multi_connector() -> bool:
 def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     """The reason why this model's KV cache is not cached, or None if it can be."""
     from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
         FullAttentionSpec,
         MambaSpec,
         MLAAttentionSpec,
+        SlidingWindowMLASpec,
         SlidingWindowSpec,
         iter_layer_specs,
     )
@@ -93,16 +87,30 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         return "the model has no KV cache"
     if len(kv_cache_config.kv_cache_groups) > 255:
         return "the model has more than 255 KV-cache groups"
+    apart = {
+        SlidingWindowSpec: "sliding windows",
+        SlidingWindowMLASpec: "sliding windows over latent KV",
+        ChunkedLocalAttentionSpec: "chunked local attention",
+        MambaSpec: "recurrent state",
+    }
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
         kinds = {type(layer_spec) for layer_spec in iter_layer_specs(spec)}
         # Only known classes pass: a subclass may drop or rewrite blocks of a running request.
-        for kind in kinds - {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec}:
+        for kind in kinds - {FullAttentionSpec, MLAAttentionSpec, *apart}:
             reason = _UNSUPPORTED.get(kind.__name__, "a kind of cache that is not supported so far")
             return f"KV-cache group {group_id} is {kind.__name__}: {reason}"
-        for kind, name in ((SlidingWindowSpec, "sliding windows"), (MambaSpec, "recurrent state")):
+        for kind, name in apart.items():
             if kind in kinds and len(kinds) > 1:
                 return f"KV-cache group {group_id} mixes {name} with other kinds of cache"
+        if ChunkedLocalAttentionSpec in kinds:
+            unusable = _why_not_chunked(kv_cache_config, spec)
+            if unusable is not None:
+                return unusable
+        if SlidingWindowMLASpec in kinds:
+            unusable = _why_not_latent_windows(spec)
+            if unusable is not None:
+                return unusable
         if MambaSpec in kinds:
             unusable = _why_not_recurrent(vllm_config, [*iter_layer_specs(spec)])
             if unusable is not None:
@@ -125,7 +133,10 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         return f"speculative decoding with {speculative.method} is not supported so far"
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        return "context parallelism is not supported so far"
+        return (
+            "context parallelism (DCP, PCP), where each rank holds other tokens of a block, is not "
+            "supported so far"
+        )
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return "ranks started by an external launcher do not report to one scheduler"
     if parallel.pipeline_parallel_size > 1 and _is_legacy_ray(parallel):
@@ -136,6 +147,43 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     if getattr(parallel, "enable_fault_tolerance", False):
         # Blocks of a failed step must not be stored, its reports are lost, and vLLM calls no hook.
         return "with fault tolerance vLLM continues after failed steps, unknown to the cache"
+    return None
+
+
+def _why_not_chunked(kv_cache_config: KVCacheConfig, spec: KVCacheSpec) -> str | None:
+    """The reason why chunked local attention is not cached, or None if it can be."""
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, iter_layer_specs
+
+    chunks = {one.attention_chunk_size for one in iter_layer_specs(spec)}
+    if any(chunk % spec.block_size for chunk in chunks):
+        # vLLM's own hit then drops a block that is half in the chunk, and computes wrong KV behind.
+        return (
+            f"chunked local attention is cached only if chunks of {min(chunks)} tokens consist of "
+            f"whole blocks, not of {spec.block_size} tokens; set another --block-size"
+        )
+    if all(
+        isinstance(one, ChunkedLocalAttentionSpec)
+        for group in kv_cache_config.kv_cache_groups
+        for one in iter_layer_specs(group.kv_cache_spec)
+    ):
+        # A prefix of whole chunks then needs no block at all.
+        return "chunked local attention is cached only beside layers of another kind"
+    return None
+
+
+def _why_not_latent_windows(spec: KVCacheSpec) -> str | None:
+    """The reason why sliding windows over latent KV are not cached, or None if they can be."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.kv_cache_interface import iter_layer_specs
+
+    if any(getattr(one, "bounded_replay", False) for one in iter_layer_specs(spec)):
+        return (
+            "sliding windows that vLLM recomputes after each hit (DeepSeek-V4.1, "
+            "--swa-bounded-replay) are not supported so far"
+        )
+    if not hasattr(KVConnectorBase_V1, "get_loaded_kv_cache_group_ids"):
+        # vLLM would clear blocks while they are loaded.
+        return "sliding windows over latent KV are cached only with vLLM 0.32 or newer"
     return None
 
 

@@ -5,7 +5,8 @@
   the request ends. Its blocks return to the pool then, so their stores start before the next
   forward.
 - Blocks behind a sliding window return to the pool while their request runs. vLLM puts its null
-  block in their places, which is never stored.
+  block in their places, which is never stored. Nor are blocks that no hit needs: hits end at
+  multiples of the largest block size, and a short window reaches few of the blocks between.
 - vLLM keeps the state of recurrent layers at some block boundaries only, and uses other blocks as
   scratch. A block that has vLLM's hash of a boundary holds the state there; no others are stored.
 - A request whose blocks were all GPU hits rarely has anything to store. Its stores are not planned
@@ -79,6 +80,7 @@ class StorePlanner:
         `has_daemons`: stored blocks are sent on, so they need anchors."""
         self._events = events
         self._groups = tier.groups
+        self._alignment = tier.alignment
         self._index = tier.index
         self._ledger = tier.ledger
         self._lazy = lazy
@@ -243,9 +245,15 @@ class StorePlanner:
                     self._store_or_observe(state, group, [ids[position - start]])
                 state.store.planned[group.group_id] = start + len(ids)
                 continue
-            if group.window is not None:
-                ids = self._still_in_window(state, group, ids)
-            self._store_or_observe(state, group, ids)
+            if group.window is None:
+                self._store_or_observe(state, group, ids)
+                continue
+            ids = self._still_in_window(state, group, ids)
+            start = state.store.planned[group.group_id]
+            for part in group.of_use(range(start, start + len(ids)), self._alignment):
+                state.store.planned[group.group_id] = part.start
+                self._store_or_observe(state, group, ids[part.start - start : part.stop - start])
+            state.store.planned[group.group_id] = start + len(ids)
 
     def _store_or_observe(self, state: RequestState, group: Group, ids: list[int]) -> None:
         if self._lazy is not None:
@@ -287,11 +295,12 @@ class StorePlanner:
             keys = state.keys.of_group[group.group_id]
             self._index.touch(keys[start:stop])
             wanted = state.stop_storing_at(group, start, stop)
-            missing = self._index.first_missing(keys, start, wanted)
-            if missing < wanted and state.closed is None:
-                self._store_still_hashed(
-                    self._hashed_run(state, group, start, ids), range(missing, wanted), state
-                )
+            for part in group.of_use(range(start, wanted), self._alignment):
+                missing = self._index.first_missing(keys, part.start, part.stop)
+                if missing < part.stop and state.closed is None:
+                    self._store_still_hashed(
+                        self._hashed_run(state, group, start, ids), range(missing, part.stop), state
+                    )
 
     def _store_still_hashed(self, run: HashedRun, positions: range, state: RequestState) -> None:
         """Plans stores of blocks that no request owns, if they still have their hashes."""

@@ -30,14 +30,21 @@ def group_block_bytes(kv_cache_config: KVCacheConfig) -> list[int]:
 
 
 def group_windows(kv_cache_config: KVCacheConfig) -> list[int | None]:
-    """Returns the sliding window in tokens, per group; None for a group that keeps all blocks."""
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec, iter_layer_specs
+    """Returns the sliding window or chunk in tokens, per group; None for a group that keeps all
+    blocks."""
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        SlidingWindowSpec,
+        iter_layer_specs,
+    )
 
     def window_of(spec: KVCacheSpec) -> int | None:
         if _is_recurrent(spec):
             return STATE_WINDOW
         if isinstance(spec, SlidingWindowSpec):
             return int(spec.sliding_window + spec.extra_retained_tokens)
+        if isinstance(spec, ChunkedLocalAttentionSpec):
+            return int(spec.attention_chunk_size)
         return None
 
     windows: list[int | None] = []
@@ -49,12 +56,25 @@ def group_windows(kv_cache_config: KVCacheConfig) -> list[int | None]:
 
 def recurrent_groups(kv_cache_config: KVCacheConfig) -> list[int]:
     """Returns the groups whose layers keep a recurrent state (Mamba, linear attention)."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return _groups_of_kind(kv_cache_config, MambaSpec)
+
+
+def chunked_groups(kv_cache_config: KVCacheConfig) -> list[int]:
+    """Returns the groups whose layers have chunked local attention (Llama-4)."""
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
+    return _groups_of_kind(kv_cache_config, ChunkedLocalAttentionSpec)
+
+
+def _groups_of_kind(kv_cache_config: KVCacheConfig, kind: type[KVCacheSpec]) -> list[int]:
     from vllm.v1.kv_cache_interface import iter_layer_specs
 
     return [
         group_id
         for group_id, group in enumerate(kv_cache_config.kv_cache_groups)
-        if any(map(_is_recurrent, iter_layer_specs(group.kv_cache_spec)))
+        if any(isinstance(spec, kind) for spec in iter_layer_specs(group.kv_cache_spec))
     ]
 
 
