@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -49,14 +49,31 @@ def hash_buffers(buffers: Sequence[Buffer], threads: int) -> list[int]: ...
 def follow(first: Any, last: Any, next: str, wanted: str, most: int) -> list[Any]: ...
 def send_frames(function: int, socket: int, buffers: Sequence[Buffer], flags: int) -> int: ...
 def copy_and_hash(into: Sequence[Buffer], sources: Sequence[Buffer], threads: int) -> list[int]: ...
-def receive_short_frame(function: int, socket: int) -> bytes | None: ...
+
+class ZmqReceiver:
+    def __init__(
+        self,
+        socket: int,
+        recv: int,
+        msg_init: int,
+        msg_recv: int,
+        msg_data: int,
+        msg_size: int,
+        msg_more: int,
+        msg_get: int,
+        msg_gets: int,
+        msg_close: int,
+    ) -> None: ...
+    def receive(self, most: int) -> tuple[bytes, bytes, int, int | None, str, bool] | None: ...
 
 MAX_REPLY_BLOCKS: int
 
 def read_get(
     header: Buffer, prefix: bytes, width: int, most: int
-) -> tuple[int, list[bytes]] | None: ...
-def pack_get_reply(request_id: int, lengths: list[int], checksums: list[int]) -> bytes: ...
+) -> tuple[int, list[Any]] | None: ...
+def pack_get_reply(
+    request_id: int, blocks: list[Any], allowed: Set[int]
+) -> tuple[bytes, list[memoryview], int] | None: ...
 
 class ZmqSender:
     def __init__(self, send: int, msg_init_data: int, msg_send: int, msg_close: int) -> None: ...
