@@ -6,6 +6,7 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <optional>
 #include <string_view>
 
 #include "binding.h"
@@ -219,32 +220,78 @@ py::object read_get(const py::buffer& header, const py::bytes& prefix, size_t wi
   return py::make_tuple(found->request_id, keys);
 }
 
+// Attributes of the blocks of a reply.
+struct BlockNames {
+  PyObject* const nbytes = PyUnicode_InternFromString("nbytes");
+  PyObject* const checksum = PyUnicode_InternFromString("checksum");
+  PyObject* const view = PyUnicode_InternFromString("view");
+};
+
+const BlockNames& block_names() {
+  static const BlockNames names;
+  return names;
+}
+
 uint64_t unsigned_attribute(const py::handle& object, PyObject* name) {
   const uint64_t value = PyLong_AsUnsignedLongLong(py::getattr(object, name).ptr());
   if (PyErr_Occurred() != nullptr) throw py::error_already_set();
   return value;
 }
 
-// Returns the header of the reply with all of these blocks, their memory, and their length in all;
-// None if one has a length that is not in the set `allowed`.
-py::object pack_get_reply(uint64_t request_id, const py::list& blocks, const py::anyset& allowed) {
-  static PyObject* const nbytes_name = PyUnicode_InternFromString("nbytes");
-  static PyObject* const checksum_name = PyUnicode_InternFromString("checksum");
-  static PyObject* const view_name = PyUnicode_InternFromString("view");
+struct GetReply {
+  std::string header;
+  uint64_t payload_bytes = 0;
+};
+
+// Returns nothing if a block has a length that is not in the set `allowed`.
+std::optional<GetReply> get_reply(uint64_t request_id, const py::list& blocks,
+                                  const py::anyset& allowed) {
+  const BlockNames& names = block_names();
   const size_t count = blocks.size();
   if (count > kMaxReplyBlocks) throw ArgumentError("blocks", std::to_string(count) + " blocks");
   std::vector<uint64_t> lengths(count), checksums(count);
-  py::list views(count);
-  uint64_t total = 0;
+  GetReply reply;
   for (size_t i = 0; i < count; ++i) {
     const py::object block = blocks[i];
-    if (!allowed.contains(py::getattr(block, nbytes_name))) return py::none();
-    lengths[i] = unsigned_attribute(block, nbytes_name);
-    checksums[i] = unsigned_attribute(block, checksum_name);
-    PyList_SET_ITEM(views.ptr(), py::ssize_t(i), py::getattr(block, view_name).release().ptr());
-    total += lengths[i];
+    if (!allowed.contains(py::getattr(block, names.nbytes))) return std::nullopt;
+    lengths[i] = unsigned_attribute(block, names.nbytes);
+    checksums[i] = unsigned_attribute(block, names.checksum);
+    reply.payload_bytes += lengths[i];
   }
-  return py::make_tuple(py::bytes(write_get_reply(request_id, lengths, checksums)), views, total);
+  reply.header = write_get_reply(request_id, lengths, checksums);
+  return reply;
+}
+
+// Returns the header of the reply with all of these blocks, and their length in all; None if one
+// has a length that is not in the set `allowed`.
+py::object pack_get_reply(uint64_t request_id, const py::list& blocks, const py::anyset& allowed) {
+  const std::optional<GetReply> reply = get_reply(request_id, blocks, allowed);
+  if (!reply) return py::none();
+  return py::make_tuple(py::bytes(reply->header), reply->payload_bytes);
+}
+
+// Sends the reply with copies of all of these blocks. Returns how many bytes were sent: none if zmq
+// refuses the message or a block has a length that is not in the set `allowed`. Keeps the GIL, as
+// `send_message` does.
+uint64_t send_get_reply(ZmqSender& sender, uintptr_t socket, const py::bytes& identity,
+                        uint64_t request_id, const py::list& blocks, const py::anyset& allowed,
+                        uint64_t ticket) {
+  if (socket == 0) throw ArgumentError("socket", "a null address");
+  std::optional<GetReply> reply = get_reply(request_id, blocks, allowed);
+  if (!reply) return 0;
+  std::deque<Bytes> opened;
+  std::vector<Frame> frames;
+  uint64_t sent = reply->header.size();
+  for (const py::handle block : blocks) {
+    const Bytes& frame = opened.emplace_back(py::getattr(block, block_names().view), "view");
+    frames.push_back({frame.data(), frame.size()});
+    sent += frame.size();
+  }
+  const Bytes to(identity);
+  auto* const header = reinterpret_cast<uint8_t*>(reply->header.data());
+  const int error = sender.send(reinterpret_cast<void*>(socket), {to.data(), to.size()},
+                                {header, reply->header.size()}, frames, true, ticket);
+  return error == 0 ? sent : 0;
 }
 
 // Follows a linked list up to `last` or None and returns one attribute of each object.
@@ -502,6 +549,8 @@ PYBIND11_MODULE(_cpu, module) {
            py::arg("msg_send"), py::arg("msg_close"))
       .def("send", &send_message, py::arg("socket"), py::arg("identity"), py::arg("header"),
            py::arg("payload"), py::arg("copies"), py::arg("ticket"))
+      .def("send_get_reply", &send_get_reply, py::arg("socket"), py::arg("identity"),
+           py::arg("request_id"), py::arg("blocks"), py::arg("allowed"), py::arg("ticket"))
       .def("take_sent", &ZmqSender::take_sent);
   module.attr("MAX_REPLY_BLOCKS") = kMaxReplyBlocks;
   module.def("read_get", &read_get, py::arg("header"), py::arg("prefix"), py::arg("width"),

@@ -73,7 +73,7 @@ def read_get(
 ) -> tuple[int, list[Any]] | None: ...
 def pack_get_reply(
     request_id: int, blocks: list[Any], allowed: Set[int]
-) -> tuple[bytes, list[memoryview], int] | None: ...
+) -> tuple[bytes, int] | None: ...
 
 class ZmqSender:
     def __init__(self, send: int, msg_init_data: int, msg_send: int, msg_close: int) -> None: ...
@@ -84,6 +84,15 @@ class ZmqSender:
         header: bytes,
         payload: Sequence[Buffer],
         copies: bool,
+        ticket: int,
+    ) -> int: ...
+    def send_get_reply(
+        self,
+        socket: int,
+        identity: bytes,
+        request_id: int,
+        blocks: list[Any],
+        allowed: Set[int],
         ticket: int,
     ) -> int: ...
     def take_sent(self) -> list[int]: ...

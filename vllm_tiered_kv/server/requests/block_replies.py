@@ -62,13 +62,11 @@ class Transfers:
             return False
         if most > COPY_BYTES:
             return self._answer_pinned(session, request_id, keys, most)
-        return self.store.memory.visit(keys, partial(self._send_copies, session, request_id))
-
-    def _send_copies(self, session: Session, request_id: int, blocks: list[PinnedSlot]) -> bool:
-        reply = pack_get_reply(request_id, blocks, session.shape.block_bytes)
-        if reply is None or not self.outbox.send_copies(session.peer, *reply):
+        allowed = session.shape.block_bytes
+        send = partial(self.outbox.send_copies, session.peer, request_id, allowed, most)
+        if not self.store.memory.visit(keys, send):
             return False
-        self._hits += len(blocks)
+        self._hits += len(keys)
         return True
 
     def _answer_pinned(
@@ -86,7 +84,7 @@ class Transfers:
             self.store.memory.let_go(blocks)
             outbox.unclaim(session.peer, most)
             return False
-        header, _, nbytes = reply
+        header, nbytes = reply
         outbox.unclaim(session.peer, most - nbytes)
         outbox.send(session.peer, header, blocks)
         self._hits += len(blocks)
