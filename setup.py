@@ -244,6 +244,7 @@ setup(
             "block_keys.cpp",
             "token_reader.cpp",
             "xxh3.cpp",
+            "zmq_receiver.cpp",
             "zmq_sender.cpp",
             "get_headers.cpp",
             "index/keys.cpp",

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <optional>
 #include <string_view>
 
 #include "binding.h"
@@ -20,13 +21,13 @@
 #include "thread_pool.h"
 #include "token_reader.h"
 #include "xxh3.h"
+#include "zmq_receiver.h"
 #include "zmq_sender.h"
 
 namespace tiered_kv {
 namespace {
 
 constexpr size_t kKeyHashBytes = 16;
-constexpr int kZmqDontWait = 1;  // ZMQ_DONTWAIT
 // With fewer bytes, releasing the GIL costs more than it gains.
 constexpr size_t kGilBytes = 4096;
 // With fewer bytes, waking a helper thread costs more than it saves.
@@ -135,24 +136,41 @@ int send_frames(uintptr_t function, uintptr_t socket, const py::sequence& buffer
   return 0;
 }
 
-// Receives a frame of at most 255 bytes, as routing ids are, with zmq_recv, whose address the
-// caller passes. Returns None if there is none.
-py::object receive_short_frame(uintptr_t function, uintptr_t socket) {
-  if (function == 0 || socket == 0) throw ArgumentError("function, socket", "a null address");
-  auto* const receive = reinterpret_cast<int (*)(void*, void*, size_t, int)>(function);
-  char frame[255];
-  int received = 0;
-  do {
-    received = receive(reinterpret_cast<void*>(socket), frame, sizeof frame, kZmqDontWait);
-  } while (received < 0 && errno == EINTR);
-  if (received < 0 && errno == EAGAIN) return py::none();
-  if (received < 0) {
-    PyErr_SetFromErrno(PyExc_OSError);
-    throw py::error_already_set();
-  }
-  if (size_t(received) > sizeof frame)
-    throw ArgumentError("socket", "a frame of " + std::to_string(received) + " bytes");
-  return py::bytes(frame, size_t(received));
+std::unique_ptr<ZmqReceiver> make_zmq_receiver(uintptr_t socket, uintptr_t recv, uintptr_t msg_init,
+                                               uintptr_t msg_recv, uintptr_t msg_data,
+                                               uintptr_t msg_size, uintptr_t msg_more,
+                                               uintptr_t msg_get, uintptr_t msg_gets,
+                                               uintptr_t msg_close) {
+  for (const uintptr_t address : {socket, recv, msg_init, msg_recv, msg_data, msg_size, msg_more,
+                                  msg_get, msg_gets, msg_close})
+    if (address == 0) throw ArgumentError("socket, functions", "a null address");
+  using Functions = ZmqReceiveFunctions;
+  return std::make_unique<ZmqReceiver>(
+      Functions{reinterpret_cast<decltype(Functions::recv)>(recv),
+                reinterpret_cast<decltype(Functions::msg_init)>(msg_init),
+                reinterpret_cast<decltype(Functions::msg_recv)>(msg_recv),
+                reinterpret_cast<decltype(Functions::msg_data)>(msg_data),
+                reinterpret_cast<decltype(Functions::msg_size)>(msg_size),
+                reinterpret_cast<decltype(Functions::msg_more)>(msg_more),
+                reinterpret_cast<decltype(Functions::msg_get)>(msg_get),
+                reinterpret_cast<decltype(Functions::msg_gets)>(msg_gets),
+                reinterpret_cast<decltype(Functions::msg_close)>(msg_close)},
+      reinterpret_cast<void*>(socket));
+}
+
+// Returns None, or identity, the first `most` bytes of the header, its length, descriptor of the
+// connection or None, user, and whether frames follow. Keeps the GIL: nothing here waits.
+py::object receive_header(ZmqReceiver& receiver, size_t most) {
+  if (!receiver.receive()) return py::none();
+  const std::string_view identity = receiver.identity(), header = receiver.header();
+  const char* user = receiver.user();
+  const int descriptor = receiver.descriptor();
+  py::tuple received =
+      py::make_tuple(py::bytes(identity), py::bytes(header.substr(0, most)), header.size(),
+                     descriptor < 0 ? py::object(py::none()) : py::object(py::int_(descriptor)),
+                     py::str(user == nullptr ? "" : user), receiver.has_more());
+  receiver.release();
+  return received;
 }
 
 ZmqSender make_zmq_sender(uintptr_t send, uintptr_t msg_init_data, uintptr_t msg_send,
@@ -202,12 +220,78 @@ py::object read_get(const py::buffer& header, const py::bytes& prefix, size_t wi
   return py::make_tuple(found->request_id, keys);
 }
 
-py::bytes pack_get_reply(uint64_t request_id, const std::vector<uint64_t>& lengths,
-                         const std::vector<uint64_t>& checksums) {
-  if (lengths.size() > kMaxReplyBlocks || lengths.size() != checksums.size())
-    throw ArgumentError("lengths", std::to_string(lengths.size()) + " lengths and " +
-                                       std::to_string(checksums.size()) + " checksums");
-  return py::bytes(write_get_reply(request_id, lengths, checksums));
+// Attributes of the blocks of a reply.
+struct BlockNames {
+  PyObject* const nbytes = PyUnicode_InternFromString("nbytes");
+  PyObject* const checksum = PyUnicode_InternFromString("checksum");
+  PyObject* const view = PyUnicode_InternFromString("view");
+};
+
+const BlockNames& block_names() {
+  static const BlockNames names;
+  return names;
+}
+
+uint64_t unsigned_attribute(const py::handle& object, PyObject* name) {
+  const uint64_t value = PyLong_AsUnsignedLongLong(py::getattr(object, name).ptr());
+  if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return value;
+}
+
+struct GetReply {
+  std::string header;
+  uint64_t payload_bytes = 0;
+};
+
+// Returns nothing if a block has a length that is not in the set `allowed`.
+std::optional<GetReply> get_reply(uint64_t request_id, const py::list& blocks,
+                                  const py::anyset& allowed) {
+  const BlockNames& names = block_names();
+  const size_t count = blocks.size();
+  if (count > kMaxReplyBlocks) throw ArgumentError("blocks", std::to_string(count) + " blocks");
+  std::vector<uint64_t> lengths(count), checksums(count);
+  GetReply reply;
+  for (size_t i = 0; i < count; ++i) {
+    const py::object block = blocks[i];
+    if (!allowed.contains(py::getattr(block, names.nbytes))) return std::nullopt;
+    lengths[i] = unsigned_attribute(block, names.nbytes);
+    checksums[i] = unsigned_attribute(block, names.checksum);
+    reply.payload_bytes += lengths[i];
+  }
+  reply.header = write_get_reply(request_id, lengths, checksums);
+  return reply;
+}
+
+// Returns the header of the reply with all of these blocks, and their length in all; None if one
+// has a length that is not in the set `allowed`.
+py::object pack_get_reply(uint64_t request_id, const py::list& blocks, const py::anyset& allowed) {
+  const std::optional<GetReply> reply = get_reply(request_id, blocks, allowed);
+  if (!reply) return py::none();
+  return py::make_tuple(py::bytes(reply->header), reply->payload_bytes);
+}
+
+// Sends the reply with copies of all of these blocks. Returns how many bytes were sent: none if zmq
+// refuses the message or a block has a length that is not in the set `allowed`. Keeps the GIL, as
+// `send_message` does.
+uint64_t send_get_reply(ZmqSender& sender, uintptr_t socket, const py::bytes& identity,
+                        uint64_t request_id, const py::list& blocks, const py::anyset& allowed,
+                        uint64_t ticket) {
+  if (socket == 0) throw ArgumentError("socket", "a null address");
+  std::optional<GetReply> reply = get_reply(request_id, blocks, allowed);
+  if (!reply) return 0;
+  std::deque<Bytes> opened;
+  std::vector<Frame> frames;
+  uint64_t sent = reply->header.size();
+  for (const py::handle block : blocks) {
+    const Bytes& frame = opened.emplace_back(py::getattr(block, block_names().view), "view");
+    frames.push_back({frame.data(), frame.size()});
+    sent += frame.size();
+  }
+  const Bytes to(identity);
+  auto* const header = reinterpret_cast<uint8_t*>(reply->header.data());
+  const int error = sender.send(reinterpret_cast<void*>(socket), {to.data(), to.size()},
+                                {header, reply->header.size()}, frames, true, ticket);
+  return error == 0 ? sent : 0;
 }
 
 // Follows a linked list up to `last` or None and returns one attribute of each object.
@@ -455,18 +539,24 @@ PYBIND11_MODULE(_cpu, module) {
              py::arg("wanted"), py::arg("most"));
   module.def("send_frames", &send_frames, py::arg("function"), py::arg("socket"),
              py::arg("buffers"), py::arg("flags"));
-  module.def("receive_short_frame", &receive_short_frame, py::arg("function"), py::arg("socket"));
+  py::class_<ZmqReceiver>(module, "ZmqReceiver")
+      .def(py::init(&make_zmq_receiver), py::arg("socket"), py::arg("recv"), py::arg("msg_init"),
+           py::arg("msg_recv"), py::arg("msg_data"), py::arg("msg_size"), py::arg("msg_more"),
+           py::arg("msg_get"), py::arg("msg_gets"), py::arg("msg_close"))
+      .def("receive", &receive_header, py::arg("most"));
   py::class_<ZmqSender>(module, "ZmqSender")
       .def(py::init(&make_zmq_sender), py::arg("send"), py::arg("msg_init_data"),
            py::arg("msg_send"), py::arg("msg_close"))
       .def("send", &send_message, py::arg("socket"), py::arg("identity"), py::arg("header"),
            py::arg("payload"), py::arg("copies"), py::arg("ticket"))
+      .def("send_get_reply", &send_get_reply, py::arg("socket"), py::arg("identity"),
+           py::arg("request_id"), py::arg("blocks"), py::arg("allowed"), py::arg("ticket"))
       .def("take_sent", &ZmqSender::take_sent);
   module.attr("MAX_REPLY_BLOCKS") = kMaxReplyBlocks;
   module.def("read_get", &read_get, py::arg("header"), py::arg("prefix"), py::arg("width"),
              py::arg("most"));
-  module.def("pack_get_reply", &pack_get_reply, py::arg("request_id"), py::arg("lengths"),
-             py::arg("checksums"));
+  module.def("pack_get_reply", &pack_get_reply, py::arg("request_id"), py::arg("blocks"),
+             py::arg("allowed"));
   module.def("copy_and_hash", &copy_and_hash, py::arg("into"), py::arg("sources"),
              py::arg("threads"));
   py::class_<FillPool>(module, "FillPool")

@@ -15,7 +15,7 @@ from tests.patience import eventually
 from vllm_tiered_kv.errors import ErrorCode
 from vllm_tiered_kv.server.net.receiver import Message, Receiver
 from vllm_tiered_kv.wire.codec import encode_request
-from vllm_tiered_kv.wire.limits import MAX_FRAMES
+from vllm_tiered_kv.wire.limits import MAX_FRAMES, MAX_HEADER_BYTES
 
 Pair = tuple[zmq.Socket[bytes], zmq.Socket[bytes]]
 
@@ -34,8 +34,7 @@ def pair() -> Iterator[Pair]:
 
 
 def turn(intake: Receiver) -> list[Message]:
-    intake.begin_turn()
-    return list(iter(intake.next, None))
+    return list(intake.turn())
 
 
 def test_message_with_max_frames_is_received(pair: Pair) -> None:
@@ -44,7 +43,8 @@ def test_message_with_max_frames_is_received(pair: Pair) -> None:
     [message] = turn(Receiver(router))
     assert message.identity == b"me"
     assert message.fault is None
-    assert [bytes(one) for one in message.frames] == [b"header", *[b"x"] * MAX_FRAMES]
+    assert message.header == b"header"
+    assert [bytes(one) for one in message.payload] == [b"x"] * MAX_FRAMES
     assert (message.count, message.nbytes) == (1 + MAX_FRAMES, 6 + MAX_FRAMES)
 
 
@@ -56,13 +56,13 @@ def test_message_with_too_many_frames_is_dropped_over_turns(pair: Pair) -> None:
     turns = [turn(intake) for _ in range(6)]
     assert turns[:4] == [[], [], [], []]
     [refused, following] = turns[4]
-    assert refused.frames == []
+    assert refused.payload == []
     assert refused.fault is not None
     assert refused.fault.code is ErrorCode.TOO_LARGE
     assert refused.fault.request_id == 7
     assert "10000 payload frames" in refused.fault.message
     assert following.fault is None
-    assert [bytes(one) for one in following.frames] == [b"next"]
+    assert (following.header, following.payload) == (b"next", [])
     assert turns[5] == []
 
 
@@ -97,6 +97,25 @@ def test_clients_of_shared_socket_get_fair_share() -> None:
     for one in (*routers, *dealers):
         one.close(linger=0)
     context.term()
+
+
+@pytest.mark.parametrize("payload", [0, 2])
+def test_header_beyond_limit_is_cut_and_refused(pair: Pair, payload: int) -> None:
+    router, dealer = pair
+    header = encode_request(7, wire.Info()).ljust(MAX_HEADER_BYTES + 1, b"x")
+    dealer.send_multipart([header, *[b"x"] * payload])
+    dealer.send(header[:-1])
+    intake = Receiver(router)
+    [refused] = turn(intake)
+    [longest] = turn(intake)
+    assert refused.fault is not None
+    assert refused.fault.code is ErrorCode.TOO_LARGE
+    assert refused.fault.request_id == 7
+    assert f"header has {MAX_HEADER_BYTES + 1} bytes" in refused.fault.message
+    assert len(refused.header) == MAX_HEADER_BYTES
+    assert (refused.count, refused.nbytes) == (1 + payload, MAX_HEADER_BYTES + 1 + payload)
+    assert longest.fault is None
+    assert longest.header == header[:-1]
 
 
 def test_large_headers_take_several_turns(pair: Pair) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgpack
 import pytest
 from hypothesis import given
@@ -75,24 +77,32 @@ def test_read_get_of_other_header_reads_nothing(header: bytes) -> None:
     assert read_get(header, PREFIX, WIDTH, MOST) is None
 
 
+class Block(NamedTuple):
+    nbytes: int
+    checksum: int
+
+
+BLOCKS = st.builds(Block, st.integers(1, 2**20), NUMBERS)
+
+
 @examples(200)
-@given(
-    IDS,
-    st.lists(st.tuples(st.integers(1, 2**20), NUMBERS), min_size=1, max_size=MAX_REPLY_BLOCKS),
-)
-def test_pack_get_reply_equals_encoded_reply(
-    request_id: int, blocks: list[tuple[int, int]]
-) -> None:
-    lengths = [length for length, _ in blocks]
-    checksums = [checksum for _, checksum in blocks]
-    reply = GetReply(list(range(len(blocks))), lengths, checksums)
-    assert pack_get_reply(request_id, lengths, checksums) == encode_reply(request_id, reply)
+@given(IDS, st.lists(BLOCKS, min_size=1, max_size=MAX_REPLY_BLOCKS))
+def test_pack_get_reply_equals_encoded_reply(request_id: int, blocks: list[Block]) -> None:
+    lengths = [block.nbytes for block in blocks]
+    checksums = [block.checksum for block in blocks]
+    reply = encode_reply(request_id, GetReply(list(range(len(blocks))), lengths, checksums))
+    assert pack_get_reply(request_id, blocks, frozenset(lengths)) == (reply, sum(lengths))
 
 
-@pytest.mark.parametrize(("lengths", "checksums"), [(1, 2), (MAX_REPLY_BLOCKS + 1,) * 2])
-def test_pack_get_reply_of_wrong_counts_is_refused(lengths: int, checksums: int) -> None:
-    with pytest.raises(NativeError, match="lengths"):
-        pack_get_reply(1, [4096] * lengths, [0] * checksums)
+def test_pack_get_reply_with_other_length_packs_nothing() -> None:
+    blocks = [Block(4096, 1), Block(8192, 2)]
+    assert pack_get_reply(7, blocks, frozenset({4096, 8192})) is not None
+    assert pack_get_reply(7, blocks, frozenset({4096})) is None
+
+
+def test_pack_get_reply_of_too_many_blocks_is_refused() -> None:
+    with pytest.raises(NativeError, match="blocks"):
+        pack_get_reply(1, [Block(4096, 0)] * (MAX_REPLY_BLOCKS + 1), frozenset({4096}))
 
 
 def test_read_get_of_no_buffer_is_refused() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 import zmq
 
 from tests.patience import eventually
 from vllm_tiered_kv.errors import NativeError
+from vllm_tiered_kv.native.cpu import pack_get_reply
 from vllm_tiered_kv.native.zmq_sender import ZmqSender, make_zmq_sender
 
 WAIT_MS = 30_000
@@ -68,6 +70,45 @@ def test_message_without_ticket_is_not_reported(bench: Bench) -> None:
     assert bench.client.recv_multipart() == [b"header", b"block"]
     assert bench.send([], True, 1) == 0
     eventually(lambda: bench.has_sent(1))
+
+
+class Block(NamedTuple):
+    nbytes: int
+    checksum: int
+    view: memoryview
+
+
+@pytest.mark.parametrize("lengths", [(1,), (4096,), (0, 70_000, 4096)])
+def test_get_reply_arrives_with_copies_of_blocks(bench: Bench, lengths: tuple[int, ...]) -> None:
+    socket, identity = bench.router.underlying, bench.identity
+    blocks = [
+        Block(length, 2**64 - 1 - n, memoryview(bytearray([n]) * length))
+        for n, length in enumerate(lengths, 1)
+    ]
+    contents = [bytes(block.view) for block in blocks]
+    packed = pack_get_reply(7, blocks, set(lengths))
+    assert packed is not None
+    for ticket in (0, 5):
+        sent = bench.sender.send_get_reply(socket, identity, 7, blocks, set(lengths), ticket)
+        assert sent == len(packed[0]) + sum(lengths)
+    for block in blocks:
+        block.view[:] = bytes(block.nbytes)
+    for _ in range(2):
+        assert bench.client.poll(WAIT_MS)
+        assert bench.client.recv_multipart() == [packed[0], *contents]
+    eventually(lambda: bench.has_sent(5))
+
+
+def test_get_reply_that_cannot_be_sent_sends_nothing(bench: Bench) -> None:
+    send = bench.sender.send_get_reply
+    socket, blocks = bench.router.underlying, [Block(4096, 0, memoryview(bytes(4096)))]
+    assert send(socket, b"nobody", 7, blocks, {4096}, 1) == 0
+    assert send(socket, bench.identity, 7, blocks, {8192}, 2) == 0
+    with pytest.raises(NativeError, match="null address"):
+        send(0, bench.identity, 7, blocks, {4096}, 3)
+    assert bench.send([], True, 4) == 0
+    assert bench.client.recv_multipart() == [b"header"]
+    eventually(lambda: bench.has_sent(4))
 
 
 @pytest.mark.parametrize("lengths", [(LARGE,), (LARGE, 1), (1, LARGE)])

@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -57,14 +57,31 @@ def send_frames(function: int, socket: int, buffers: Sequence[Buffer], flags: in
     of the first buffer that zmq refused."""
 
 def copy_and_hash(into: Sequence[Buffer], sources: Sequence[Buffer], threads: int) -> list[int]: ...
-def receive_short_frame(function: int, socket: int) -> bytes | None: ...
+
+class ZmqReceiver:
+    def __init__(
+        self,
+        socket: int,
+        recv: int,
+        msg_init: int,
+        msg_recv: int,
+        msg_data: int,
+        msg_size: int,
+        msg_more: int,
+        msg_get: int,
+        msg_gets: int,
+        msg_close: int,
+    ) -> None: ...
+    def receive(self, most: int) -> tuple[bytes, bytes, int, int | None, str, bool] | None: ...
 
 MAX_REPLY_BLOCKS: int
 
 def read_get(
     header: Buffer, prefix: bytes, width: int, most: int
-) -> tuple[int, list[bytes]] | None: ...
-def pack_get_reply(request_id: int, lengths: list[int], checksums: list[int]) -> bytes: ...
+) -> tuple[int, list[Any]] | None: ...
+def pack_get_reply(
+    request_id: int, blocks: list[Any], allowed: Set[int]
+) -> tuple[bytes, int] | None: ...
 
 class ZmqSender:
     def __init__(self, send: int, msg_init_data: int, msg_send: int, msg_close: int) -> None: ...
@@ -75,6 +92,15 @@ class ZmqSender:
         header: bytes,
         payload: Sequence[Buffer],
         copies: bool,
+        ticket: int,
+    ) -> int: ...
+    def send_get_reply(
+        self,
+        socket: int,
+        identity: bytes,
+        request_id: int,
+        blocks: list[Any],
+        allowed: Set[int],
         ticket: int,
     ) -> int: ...
     def take_sent(self) -> list[int]: ...

@@ -1,24 +1,35 @@
-"""Receives routing ids of zmq clients without exceptions.
+"""Receives messages of zmq clients with one call and without exceptions.
 
-pyzmq raises one whenever a socket is empty, which takes longer than receiving a message.
+pyzmq makes an object for every frame and raises an exception whenever a socket is empty. Either
+takes longer than receiving the message.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 from vllm_tiered_kv.errors import NativeError
-from vllm_tiered_kv.native._cpu import receive_short_frame
+from vllm_tiered_kv.native._cpu import ZmqReceiver
 from vllm_tiered_kv.native.zmq_sender import zmq_function
 
-__all__ = ["routing_id_receiver"]
+__all__ = ["ZmqReceiver", "make_zmq_receiver"]
+
+_FUNCTIONS = (
+    "zmq_recv",
+    "zmq_msg_init",
+    "zmq_msg_recv",
+    "zmq_msg_data",
+    "zmq_msg_size",
+    "zmq_msg_more",
+    "zmq_msg_get",
+    "zmq_msg_gets",
+    "zmq_msg_close",
+)
 
 
-def routing_id_receiver(router: int) -> Callable[[], bytes | None]:
-    """Returns a function that receives the routing id with which the next message of this ROUTER
-    begins, or returns None if there is no message. `router` is the address of its zmq socket."""
-    function = zmq_function("zmq_recv")
-    if function is None:
+def make_zmq_receiver(router: int) -> ZmqReceiver:
+    """Returns a receiver of identities and headers of this ROUTER, given as the address of its zmq
+    socket. It belongs to the socket's thread."""
+    functions = [zmq_function(name) for name in _FUNCTIONS]
+    found = [function for function in functions if function is not None]
+    if len(found) < len(functions):
         raise NativeError("pyzmq does not export the functions of libzmq; install its wheel")
-    return functools.partial(receive_short_frame, function, router)
+    return ZmqReceiver(router, *found)

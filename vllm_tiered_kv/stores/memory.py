@@ -220,10 +220,9 @@ class MemoryStore:
         The blocks are valid during the call only: instead of a pin, this store's lock protects
         them. If `use` returns True, it counts as a use of the blocks.
         """
-        readable = self._readable
         with self._lock:
             try:
-                blocks = [readable[key] for key in keys]
+                blocks = list(map(self._readable.__getitem__, keys))
             except KeyError:
                 return False
             is_used = use(blocks)

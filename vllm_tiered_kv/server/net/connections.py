@@ -140,13 +140,12 @@ class Connections:
 
     def message_received(self, peer: Peer, message: Message) -> None:
         """Must be called for every message received."""
-        listener = peer.listener
-        if listener not in self._monitors or message.descriptor is None:
+        if message.descriptor is None:
             return
-        self._messages_since_check[listener] += 1
-        if message.descriptor not in self._open:
-            self._read_monitor(listener)
         connection = self._open.get(message.descriptor)
+        if connection is None and peer.listener in self._monitors:
+            self._read_monitor(peer.listener)
+            connection = self._open.get(message.descriptor)
         if connection is not None:
             if connection.identity is None:
                 connection.identity = message.identity
@@ -154,6 +153,11 @@ class Connections:
                 self._network.mark_reconnected(peer)
             connection.had_message = True
             connection.delivered += message.nbytes + _FRAME_BYTES * message.count
+
+    def turn_ended(self, listener: Listener, messages: int) -> None:
+        """Must be called with the number of messages after each turn of receiving."""
+        if listener in self._monitors:
+            self._messages_since_check[listener] += messages
 
     def read_monitors(self) -> None:
         """Handles what zmq has reported about connections so far."""

@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
-import zmq
-
 from vllm_tiered_kv import __version__
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
 from vllm_tiered_kv.metrics import server_names as names
@@ -25,8 +23,8 @@ from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory, request_cost
 from vllm_tiered_kv.server.net.outbox import Outbox
 from vllm_tiered_kv.server.net.reactor import Reactor
-from vllm_tiered_kv.server.net.receiver import Receiver
-from vllm_tiered_kv.server.net.sessions import Listener, Peer, Session, Sessions
+from vllm_tiered_kv.server.net.receiver import Message, Receiver
+from vllm_tiered_kv.server.net.sessions import Listener, Peer, Session, Sessions, make_peer
 from vllm_tiered_kv.server.requests.call import Call
 from vllm_tiered_kv.server.requests.handlers import Handlers
 from vllm_tiered_kv.server.shm.leases import Leases
@@ -98,28 +96,29 @@ class Gateway:
         self._reactor.watch(listener.socket, lambda: self._receive(listener, receiver))
 
     def _receive(self, listener: Listener, receiver: Receiver) -> None:
-        receiver.begin_turn()
         begun_at = time.monotonic()
         nbytes = messages = 0
         self._at_once = 0
         self._counts.clear()
-        while (message := receiver.next()) is not None:
-            peer = Peer(listener, message.identity)
+        for message in receiver.turn():
+            peer = make_peer((listener, message.identity))
             self._connections.message_received(peer, message)
             nbytes += message.nbytes
             messages += 1
             try:
                 if message.fault is not None:
                     raise message.fault
-                if not self._answer_from_memory(peer, message.frames):
-                    self._handle(peer, message.frames)
+                if not self._answer_from_memory(peer, message):
+                    self._handle(peer, message)
             except ProtocolError as error:
                 self._refuse(peer, error)
             except Exception:
                 logger.exception("cannot handle a message because of an internal error")
-                request_id = peek_request_id(message.frames[0].buffer) if message.frames else None
+                request_id = peek_request_id(message.header)
                 failed = ProtocolError(ErrorCode.INTERNAL, "the daemon failed", request_id)
                 self._refuse(peer, failed)
+        self._connections.turn_ended(listener, messages)
+        self._counts[Get.op] += self._at_once
         self._recorder.add(names.BYTES_IN, nbytes)
         for op, count in self._counts.items():
             self._recorder.add(names.REQUESTS, count, op)
@@ -127,36 +126,34 @@ class Gateway:
             mean_s = (time.monotonic() - begun_at) / messages
             self._durations.observe(mean_s, Get.op, times=self._at_once)
 
-    def _answer_from_memory(self, peer: Peer, frames: Sequence[zmq.Frame]) -> bool:
+    def _answer_from_memory(self, peer: Peer, message: Message) -> bool:
         """Answers a read that has to wait for nothing, without most steps of `_handle`. If it
         returns False, nothing has happened, and `_handle` answers."""
-        if len(frames) != 1 or self.is_closing:
+        if message.payload or self.is_closing:
             return False
         try:
-            session = self._sessions.find(peer, self._user(peer, frames[0]))
+            session = self._sessions.find(peer, self._user(peer, message))
         except ProtocolError:
             return False
         if (
             session is None
             or session.in_flight >= self._limits.requests_per_session
             or not self._network.has_room(_PENDING_READ_BYTES)
-            or not self._handlers.transfers.answer_from_memory(session, frames[0].buffer)
+            or not self._handlers.transfers.answer_from_memory(session, message.header)
         ):
             return False
         if session.attachment is not None:
             self._leases.was_seen(session.attachment)
-        self._counts[Get.op] += 1
         self._at_once += 1
         return True
 
-    def _handle(self, peer: Peer, frames: Sequence[zmq.Frame]) -> None:
-        if not frames:
-            raise ProtocolError(ErrorCode.BAD_MESSAGE, "the message has no header")
-        header, *payload = [frame.buffer for frame in frames]
+    def _handle(self, peer: Peer, message: Message) -> None:
+        header = message.header
+        payload = [frame.buffer for frame in message.payload]
         request_id, request = decode_request(header, [part.nbytes for part in payload])
         self._counts[request.op] += 1
         try:
-            user = self._user(peer, frames[0])
+            user = self._user(peer, message)
             if self.is_closing:
                 raise ProtocolError(ErrorCode.UNAVAILABLE, "the daemon is shutting down")
             if isinstance(request, Hello):
@@ -224,17 +221,13 @@ class Gateway:
         logger.debug("hello from %r at %s", hello.client, peer.listener.endpoint)
         self._outbox.send(peer, encode_reply(request_id, reply))
 
-    def _user(self, peer: Peer, frame: zmq.Frame) -> str:
+    def _user(self, peer: Peer, message: Message) -> str:
         """The public key of an authenticated client; local clients have and need none."""
         if self._clients is None or peer.listener.is_local:
             return ""
-        try:
-            user = str(frame.get("User-Id"))
-        except zmq.ZMQError:
-            user = ""
-        if user not in self._clients:
+        if message.user not in self._clients:
             raise ProtocolError(ErrorCode.UNAUTHORIZED, "the key of this client is not allowed")
-        return user
+        return message.user
 
     def _refuse(self, peer: Peer, error: ProtocolError) -> None:
         self._recorder.add(names.ERRORS, 1, error.code.value)

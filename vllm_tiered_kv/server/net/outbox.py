@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 import zmq
@@ -224,14 +224,32 @@ class Outbox:
         return has_unread and queue.last_progress < now - self._stall_s
 
     def send_copies(
-        self, peer: Peer, header: bytes, payload: Sequence[memoryview], payload_bytes: int
+        self,
+        peer: Peer,
+        request_id: int,
+        allowed: Set[int],
+        max_bytes: int,
+        blocks: list[PinnedSlot],
     ) -> bool:
-        """Sends a copy of small blocks, which need neither a claim nor a pin. Returns False, and
-        sends nothing, if the reply would have to wait or the client is gone."""
+        """Answers a `get` with copies of small blocks, which need neither a claim nor a pin; at
+        most `max_bytes`. Returns False, and sends nothing, if the reply would have to wait, the
+        client is gone, or a block has a length that is not allowed."""
         queue = self._queues.get(peer)
         if queue is not None and queue.waiting:
             return False
-        return not self._give_to_zmq(peer, header, payload, payload_bytes, ())
+        copied = self._copied.get(peer, 0) + _MESSAGE_BYTES
+        ticket = self._next_ticket() if copied + max_bytes > _TRACK_BYTES else 0
+        sent = self._sender.send_get_reply(
+            peer.listener.socket.underlying, peer.identity, request_id, blocks, allowed, ticket
+        )
+        if not sent:
+            return False
+        self._sent_bytes += sent
+        if ticket:
+            self._track(peer, ticket, (), copied + sent)
+        else:
+            self._copied[peer] = copied + sent
+        return True
 
     def _try_send(
         self,
@@ -272,18 +290,25 @@ class Outbox:
         copied = self._copied.get(peer, 0) + _MESSAGE_BYTES + len(header)
         if not pinned:
             copied += payload_bytes
-        ticket = 0
-        if pinned or copied > _TRACK_BYTES:
-            ticket = self._last_ticket = self._last_ticket + 1
+        ticket = self._next_ticket() if pinned or copied > _TRACK_BYTES else 0
         error = self._sender.send(
             peer.listener.socket.underlying, peer.identity, header, payload, not pinned, ticket
         )
         if error:
             return error
         self._sent_bytes += len(header) + payload_bytes
-        if not ticket:
+        if ticket:
+            self._track(peer, ticket, pinned, copied)
+        else:
             self._copied[peer] = copied
-            return 0
+        return 0
+
+    def _next_ticket(self) -> int:
+        self._last_ticket += 1
+        return self._last_ticket
+
+    def _track(self, peer: Peer, ticket: int, pinned: Sequence[PinnedSlot], copied: int) -> None:
+        """Waits for zmq to report a message, and books what was copied until then."""
         self._copied[peer] = 0
         self._tickets[ticket] = peer
         queue = self._queues.get(peer)
@@ -294,7 +319,6 @@ class Outbox:
         queue.last_progress = time.monotonic()
         self._busy.add(peer)
         self._poll_delay_s = _MIN_POLL_S
-        return 0
 
     def _discard(
         self, peer: Peer, payload: Sequence[PinnedSlot], on_unsent: Callable[[], None] | None

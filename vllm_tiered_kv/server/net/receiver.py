@@ -13,18 +13,17 @@ late for a turn misses no more than two.
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import zmq
 
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
-from vllm_tiered_kv.native.zmq_receive import routing_id_receiver
+from vllm_tiered_kv.native.zmq_receive import make_zmq_receiver
 from vllm_tiered_kv.wire.header import peek_request_id
-from vllm_tiered_kv.wire.limits import MAX_FRAMES
+from vllm_tiered_kv.wire.limits import MAX_FRAMES, MAX_HEADER_BYTES
 
 _NOBLOCK = int(zmq.NOBLOCK)
-_SRCFD = int(zmq.SRCFD)
 # Limits of one socket per turn of the loop.
 _MESSAGES_PER_CLIENT = 2
 _MESSAGES_PER_TURN = 64
@@ -34,82 +33,79 @@ _HEADER_BYTES_PER_TURN = 1 << 20  # bounds the time spent on decoding
 
 @dataclass(slots=True)
 class Message:
-    """A complete message; `frames` is empty if it was dropped, and `fault` says why."""
+    """A complete message. If it was dropped, `fault` says why, and the rest is not meaningful."""
 
     identity: bytes
-    descriptor: int | None = None  # of its connection
-    frames: list[zmq.Frame] = field(default_factory=list)  # the header first
-    count: int = 0  # frames, without the identity
-    nbytes: int = 0
+    header: bytes
+    nbytes: int  # of all frames, without the identity
+    descriptor: int | None  # of its connection
+    user: str  # public key of an authenticated client; empty for others
+    has_more: bool  # frames to receive
+    count: int = 1  # frames, without the identity
+    payload: list[zmq.Frame] = field(default_factory=list)
     fault: ProtocolError | None = None
+
+    def drop(self, what: str, most: int) -> None:
+        self.fault = ProtocolError(
+            ErrorCode.TOO_LARGE,
+            f"{what}; at most {most} are allowed",
+            peek_request_id(self.header),
+        )
 
 
 class Receiver:
-    """Reads one listener for the gateway, on the reactor's thread: `begin_turn`, then `next` until
-    it returns None."""
+    """Reads one listener for the gateway, on the reactor's thread."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
-        self._receive_identity = routing_id_receiver(socket.underlying)
+        self._receive_header = make_zmq_receiver(socket.underlying).receive
         self._current: Message | None = None  # being received
-        self._dropped_id: int | None = None  # request id of the message being dropped
-        self._senders: set[bytes] = set()  # identities in this turn
-        self._messages_left = 0
-        self._frames_left = 0
-        self._header_bytes_left = 0
+        self._senders = 0  # clients that sent messages in the last turn
 
-    def begin_turn(self) -> None:
-        share = _MESSAGES_PER_CLIENT * max(1, len(self._senders))
-        self._messages_left = min(share, _MESSAGES_PER_TURN)
-        self._senders.clear()
-        self._frames_left = _FRAMES_PER_TURN
-        self._header_bytes_left = _HEADER_BYTES_PER_TURN
-
-    def next(self) -> Message | None:
-        """The next message; None if there is none, or this turn's share is used up."""
-        receive = self._socket.recv
-        message = self._current
-        while self._messages_left > 0 and self._frames_left > 0 and self._header_bytes_left > 0:
+    def turn(self) -> Iterator[Message]:
+        """Yields the messages there are, at most this turn's share. Use it up."""
+        receive_header = self._receive_header
+        senders: set[bytes] = set()
+        messages_left = min(_MESSAGES_PER_CLIENT * max(1, self._senders), _MESSAGES_PER_TURN)
+        frames_left = _FRAMES_PER_TURN
+        header_bytes_left = _HEADER_BYTES_PER_TURN
+        while messages_left > 0 and frames_left > 0 and header_bytes_left > 0:
+            message = self._current
             if message is None:
-                identity = self._receive_identity()
-                if identity is None:
-                    return None
-                message = self._current = Message(identity)
-            try:  # a frame with the header always follows the identity
-                frame = receive(_NOBLOCK, copy=False)
+                received = receive_header(MAX_HEADER_BYTES)
+                if received is None:
+                    break
+                message = Message(*received)
+                frames_left -= 1
+                header_bytes_left -= message.nbytes
+                if message.nbytes > MAX_HEADER_BYTES:
+                    message.drop(f"the header has {message.nbytes} bytes", MAX_HEADER_BYTES)
+            if message.has_more:
+                frames_left -= self._receive_payload(message, frames_left)
+            if message.has_more:
+                self._current = message
+                break
+            self._current = None
+            messages_left -= 1
+            senders.add(message.identity)
+            yield message
+        self._senders = len(senders)
+
+    def _receive_payload(self, message: Message, most: int) -> int:
+        """Receives the other frames of a message, at most so many, and returns how many."""
+        before = message.count
+        while message.has_more and message.count - before < most:
+            try:
+                frame = self._socket.recv(_NOBLOCK, copy=False)
             except zmq.Again:
-                return None
-            self._frames_left -= 1
+                break
             message.count += 1
             message.nbytes += len(frame)
-            if 1 < message.count <= 1 + MAX_FRAMES:
-                message.frames.append(frame)
+            message.has_more = frame.more
+            if message.count <= 1 + MAX_FRAMES:
+                message.payload.append(frame)
             else:
-                self._add_other(message, frame)
-            if not frame.more:
-                return self._finish(message)
-        return None
-
-    def _add_other(self, message: Message, frame: zmq.Frame) -> None:
-        """Handles the header, or a frame beyond the limit."""
-        if message.count == 1:
-            message.frames.append(frame)
-            with contextlib.suppress(zmq.ZMQError):  # inproc connections have no descriptor
-                message.descriptor = int(frame.get(_SRCFD))
-        elif message.frames:
-            self._dropped_id = peek_request_id(message.frames[0].buffer)
-            message.frames.clear()
-
-    def _finish(self, message: Message) -> Message:
-        self._current = None
-        self._messages_left -= 1
-        self._senders.add(message.identity)
-        if message.frames:
-            self._header_bytes_left -= len(message.frames[0])
-        elif message.count:
-            message.fault = ProtocolError(
-                ErrorCode.TOO_LARGE,
-                f"{message.count - 1} payload frames; at most {MAX_FRAMES} are allowed",
-                self._dropped_id,
-            )
-        return message
+                message.payload.clear()
+        if message.count > 1 + MAX_FRAMES:
+            message.drop(f"{message.count - 1} payload frames", MAX_FRAMES)
+        return message.count - before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import secrets
 import time
@@ -35,6 +36,10 @@ class Peer(NamedTuple):
 
     listener: Listener
     identity: bytes
+
+
+make_peer: Callable[[tuple[Listener, bytes]], Peer] = functools.partial(tuple.__new__, Peer)
+"""Like `Peer(...)`, but faster: it skips the generated `__new__`."""
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
 
 from vllm_tiered_kv.core.store import StoreKey
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
@@ -62,20 +61,12 @@ class Transfers:
         if most > self._max_at_once:
             return False
         if most > COPY_BYTES:
-            return self._answer_pinned(session, request_id, cast("list[StoreKey]", keys), most)
-        return self.store.memory.visit(
-            cast("list[StoreKey]", keys), partial(self._send_copies, session, request_id)
-        )
-
-    def _send_copies(self, session: Session, request_id: int, blocks: Sequence[PinnedSlot]) -> bool:
-        lengths = [block.nbytes for block in blocks]
-        if not session.shape.block_bytes.issuperset(lengths):
+            return self._answer_pinned(session, request_id, keys, most)
+        allowed = session.shape.block_bytes
+        send = partial(self.outbox.send_copies, session.peer, request_id, allowed, most)
+        if not self.store.memory.visit(keys, send):
             return False
-        header = pack_get_reply(request_id, lengths, [block.checksum for block in blocks])
-        views = [block.view for block in blocks]
-        if not self.outbox.send_copies(session.peer, header, views, sum(lengths)):
-            return False
-        self._hits += len(blocks)
+        self._hits += len(keys)
         return True
 
     def _answer_pinned(
@@ -88,13 +79,13 @@ class Transfers:
         if blocks is None:
             outbox.unclaim(session.peer, most)
             return False
-        lengths = [block.nbytes for block in blocks]
-        if not session.shape.block_bytes.issuperset(lengths):
+        reply = pack_get_reply(request_id, blocks, session.shape.block_bytes)
+        if reply is None:
             self.store.memory.let_go(blocks)
             outbox.unclaim(session.peer, most)
             return False
-        outbox.unclaim(session.peer, most - sum(lengths))
-        header = pack_get_reply(request_id, lengths, [block.checksum for block in blocks])
+        header, nbytes = reply
+        outbox.unclaim(session.peer, most - nbytes)
         outbox.send(session.peer, header, blocks)
         self._hits += len(blocks)
         return True
