@@ -148,13 +148,18 @@ class Prefetch:
     # ---- inside ---------------------------------------------------------------------------------
 
     def _begin_due(self, now: float) -> None:
+        due = []
         for name in [name for name, pause in self._pauses.items() if pause.due <= now]:
-            pause = self._pauses[name]
+            due.append(self._pauses[name])
             self.returned(name)
-            if now < pause.until:
-                # Again: other sessions may have had the room for pins when this one paused.
-                self._lookups.pin(pause.parts, pause.until - now)
-                self._begin(pause)
+        due = [pause for pause in due if now < pause.until]
+        if due:
+            # Again: other sessions may have had the room for pins when these paused. In one call,
+            # because few run at a time.
+            parts = [part for pause in due for part in pause.parts]
+            self._lookups.pin(parts, min(pause.until for pause in due) - now)
+        for pause in due:
+            self._begin(pause)
         self._next_due = min((pause.due for pause in self._pauses.values()), default=math.inf)
 
     def _begin(self, pause: _Pause) -> None:
