@@ -308,6 +308,12 @@ def test_warm_route_brings_prompts_into_the_tiers(server: Server) -> None:
     usage = json.loads(content)["usage"]
     tokens = usage["prompt_tokens"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == (tokens - 1) // block * block > 0
+    blocks = tokens // block + (report["tokens"] - tokens) // block
+    wait_until(
+        lambda: server.metric(stored, tier="cpu") - before == blocks,
+        SETTLE_S,
+        "all blocks of the two prompts are stored, and no others",
+    )
 
 
 @pytest.mark.parametrize(

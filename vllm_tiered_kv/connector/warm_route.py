@@ -19,12 +19,15 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
+from vllm.exceptions import VLLMError
 
 from vllm_tiered_kv.connector.scheduler.request_control import SECTION, parse_control
 
 _PATH = "/v1/tiered_kv/warm"
 _AT_ONCE = 4  # prompts in the engine; users' requests come between them
 _CONTROLS = ("pin_seconds", "session", "tool_pending")
+_REFUSALS = (VLLMError, ValueError, TypeError, OverflowError, NotImplementedError)
+"""What vLLM's handlers raise where its API answers with an error."""
 _OTHERS = ("prompts", "model", "cache_salt")
 
 router = APIRouter()
@@ -107,7 +110,7 @@ async def _prefill(state: Any, prompt: str | dict[str, Any], body: Mapping[str, 
         else:
             completion = CompletionRequest(**fields)
             reply = await state.openai_serving_completion.create_completion(completion)
-    except ValueError as error:  # such as a prompt that is too long
+    except _REFUSALS as error:  # such as a prompt that is too long
         return " ".join(str(error).split())
     if isinstance(reply, ErrorResponse):
         return str(reply.error.message)
