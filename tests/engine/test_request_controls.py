@@ -13,6 +13,8 @@ from tests.daemon.daemon_process import DaemonProcess
 from tests.engine.toy_asking import (
     ask,
     assert_tier_is_right,
+    fill,
+    held,
     keys_of,
     prompt,
     seeded_prompt,
@@ -27,20 +29,6 @@ from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import names
 
 CPU, REMOTE = Tier.CPU.value, Tier.REMOTE.value
-
-
-def held(engine: ToyEngine, request: str) -> int:
-    """How many blocks of a request the CPU tier holds."""
-    return sum(sum(engine.half.index.are_readable(keys)) for keys in keys_of(engine, request))
-
-
-def fill(engine: ToyEngine, seed: int, blocks: int) -> None:
-    """Sends prompts of other content, until so many blocks were stored."""
-    rng = random.Random(seed)
-    until = total(engine, names.STORED_BLOCKS) + blocks
-    while total(engine, names.STORED_BLOCKS) < until:
-        ask(engine, prompt(rng, 33), 1)
-        engine.drop_gpu_cache()
 
 
 SHAPES: list[dict[str, Any]] = [

@@ -85,6 +85,7 @@ class Server:
             *("--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer)),
         ]
         environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", MARK: self._mark}
+        environment["VLLM_PLUGINS"] = "tiered_kv"  # with the route that warms prompts
         # The other tests run their engines in this process; a server does not.
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         environment["VLLM_LOGGING_LEVEL"] = "INFO"
@@ -279,6 +280,57 @@ def test_controls_of_a_request_reach_the_cache_and_mistakes_the_client(
             SETTLE_S,
             f"{control} is counted",
         )
+
+
+def test_warm_route_brings_prompts_into_the_tiers(server: Server) -> None:
+    stored = "vllm:tiered_kv_stored_blocks_total"
+    block = int(server.label("vllm:cache_config_info", "block_size"))
+    before = server.metric(stored, tier="cpu")
+    text = f"Warm this: {TEXT[:3000]}"
+    messages = [{"role": "user", "content": f"And this: {TEXT[:3000]}"}]
+    prompts = [text, {"messages": messages, "max_completion_tokens": 50}, TEXT * 10]
+    body = {"prompts": prompts, "pin_seconds": 2}
+    status, content = server.call("POST", "/v1/tiered_kv/warm", body)
+    assert status == 200, content
+    report = json.loads(content)
+    assert report["prompts"] == 3
+    (failure,) = report["failures"]
+    assert failure["prompt"] == 2
+    assert "4096" in failure["message"]
+    wait_until(
+        lambda: server.metric(stored, tier="cpu") - before >= report["tokens"] // block - 1,
+        SETTLE_S,
+        "the stores of an idle engine are committed and counted",
+    )
+    server.drop_gpu_cache()
+    asked = {"model": "smollm2", "messages": messages, "max_tokens": 1}
+    status, content = server.call("POST", "/v1/chat/completions", asked)
+    usage = json.loads(content)["usage"]
+    tokens = usage["prompt_tokens"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == (tokens - 1) // block * block > 0
+    blocks = tokens // block + (report["tokens"] - tokens) // block
+    wait_until(
+        lambda: server.metric(stored, tier="cpu") - before == blocks,
+        SETTLE_S,
+        "all blocks of the two prompts are stored, and no others",
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ({"prompts": []}, "prompts: expected a list"),
+        ({"prompts": ["a", {"text": "b"}]}, "prompts[1]: expected a text"),
+        ({"prompts": ["a"], "pin": 3}, "'pin': unknown key"),
+        ({"prompts": ["a"], "pin_seconds": -1}, "pin_seconds: "),
+    ],
+)
+def test_warm_route_names_what_is_wrong_with_a_request(
+    server: Server, body: dict[str, Any], problem: str
+) -> None:
+    status, content = server.call("POST", "/v1/tiered_kv/warm", body)
+    assert status == 400
+    assert json.loads(content)["error"]["message"].startswith(problem)
 
 
 def test_explain_says_where_the_tokens_came_from_and_why_not_from_the_cache(

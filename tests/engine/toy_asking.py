@@ -42,6 +42,20 @@ def keys_of(engine: ToyEngine, request_id: str) -> list[list[BlockKey]]:
     return keys.of_group
 
 
+def held(engine: ToyEngine, request: str) -> int:
+    """How many blocks of a request the CPU tier holds."""
+    return sum(sum(engine.half.index.are_readable(keys)) for keys in keys_of(engine, request))
+
+
+def fill(engine: ToyEngine, seed: int, blocks: int) -> None:
+    """Sends prompts of other content, until so many blocks were stored."""
+    rng = random.Random(seed)
+    until = total(engine, names.STORED_BLOCKS) + blocks
+    while total(engine, names.STORED_BLOCKS) < until:
+        ask(engine, prompt(rng, 33), 1)
+        engine.drop_gpu_cache()
+
+
 def assert_tier_is_right(engine: ToyEngine) -> int:
     """Checks that every readable block holds exactly the KV of its key's prefix. Returns the number
     of readable blocks."""

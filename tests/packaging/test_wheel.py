@@ -184,6 +184,7 @@ def test_the_wheel_brings_plugin_and_command(built: Built) -> None:
     parsed.read_string(built.read(".dist-info/entry_points.txt"))
     assert {section: dict(parsed[section]) for section in parsed.sections()} == {
         "vllm.general_plugins": {"tiered_kv": f"{PACKAGE}.connector.plugin:register"},
+        "vllm.endpoint_plugins": {"tiered_kv": f"{PACKAGE}.connector.warm_route:WarmRoute"},
         "console_scripts": {
             "tiered-kv": f"{PACKAGE}.api.cli:main",
             "tiered-kv-server": f"{PACKAGE}.server.cli:main",

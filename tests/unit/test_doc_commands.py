@@ -185,10 +185,15 @@ def _vllm(words: list[str], needs_gpu: bool) -> None:
 def _curl(words: list[str], needs_gpu: bool) -> None:
     (address,) = (word for word in words if word.startswith("http"))
     _require_mark(address.startswith(_SERVED), needs_gpu)
-    if address.removeprefix(_SERVED) not in ("/metrics", "/v1/completions"):
+    path = address.removeprefix(_SERVED)
+    if path not in ("/metrics", "/v1/completions", "/v1/tiered_kv/warm"):
         raise WrongCommand(f"{address}: nothing that an engine serves")
     if "-d" in words:
-        _, wrong = parse_control(json.loads(words[words.index("-d") + 1])["kv_transfer_params"])
+        body = json.loads(words[words.index("-d") + 1])
+        if path == "/v1/tiered_kv/warm":
+            assert body.pop("prompts")
+            body = {"kv_transfer_params": {"tiered_kv": body}}
+        _, wrong = parse_control(body["kv_transfer_params"])
         if wrong:
             raise WrongCommand(f"{address}: {wrong}")
 

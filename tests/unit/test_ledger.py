@@ -67,6 +67,45 @@ def test_ledger_more_reports_than_ranks_is_error() -> None:
         tier.ledger.report_store(job, [StoreReport(2), StoreReport(2)])
 
 
+def test_ledger_fetch_makes_readable_what_all_ranks_have() -> None:
+    tier = Tier(8, ranks=2)
+    committed: list[int] = []
+    tier.ledger.on_committed.append(committed.extend)
+    plan = plan_store(tier.index, GROUP, KEYS, 0, 4)
+    job = tier.ledger.open_fetch(plan.slots)
+    tier.ledger.report_fetch(job, [StoreReport(4)])
+    assert tier.index.match_prefix(KEYS) == 0
+    assert (tier.ledger.open_fetches, tier.ledger.has_open) == (1, True)
+    tier.ledger.report_fetch(job, [StoreReport(3)])
+    assert tier.index.match_prefix(KEYS) == 3
+    assert committed == plan.slots[:3]
+    assert (tier.ledger.open_fetches, tier.ledger.has_open) == (0, False)
+    assert tier.recorder.total(names.PREFETCHED_BLOCKS) == 3
+    assert tier.recorder.total(names.STORED_BLOCKS) == 0
+    assert tier.index.used_bytes == 3 * 64
+    tier.index.check()
+
+
+def test_ledger_fetch_that_a_reset_overtakes_is_not_readable() -> None:
+    tier = Tier(8)
+    job = tier.ledger.open_fetch(plan_store(tier.index, GROUP, KEYS, 0, 4).slots)
+    tier.index.clear()
+    tier.ledger.report_fetch(job, [StoreReport(4)])
+    assert (tier.index.match_prefix(KEYS), tier.index.used_bytes) == (0, 0)
+    assert tier.recorder.total(names.PREFETCHED_BLOCKS) == 0
+    tier.index.check()
+
+
+def test_ledger_fetch_whose_reports_are_given_up_is_readable_when_they_arrive() -> None:
+    tier = Tier(8)
+    job = tier.ledger.open_fetch(plan_store(tier.index, GROUP, KEYS, 0, 4).slots)
+    assert tier.ledger.give_up_reports() == 1
+    assert not tier.ledger.has_open
+    tier.ledger.report_fetch(job, [StoreReport(4)])
+    assert tier.index.match_prefix(KEYS) == 4
+    tier.index.check()
+
+
 def test_plan_store_sequence_longer_than_tier_keeps_head() -> None:
     tier = Tier(3)
     plan = plan_store(tier.index, GROUP, KEYS, 0, 10)

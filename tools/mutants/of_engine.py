@@ -25,8 +25,35 @@ _SEARCH = ("tests/unit/test_window_search.py",)
 _VERIFICATION = ("tests/engine/test_verification.py",)
 _MISSES = ("tests/engine/test_miss_causes.py",)
 _ONCE = ("tests/unit/test_compute_once.py",)
+_PREFETCH = ("tests/engine/test_prefetch.py",)
 
 ENGINE = (
+    Mutation(
+        "prefetch-more-than-its-share",
+        "connector/scheduler/prefetch.py",
+        "count = min(left // block, ",
+        "count = min(1 << 20, ",
+        "prefetches displace the whole tier",
+        _PREFETCH,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "prefetch-although-the-session-is-back",
+        "connector/scheduler/retention.py",
+        "                self._prefetch.returned(_session_of(state))\n",
+        "                pass\n",
+        "a session that is back takes room for what it no longer needs",
+        _PREFETCH,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "fetched-by-one-rank",
+        "cache/ledger.py",
+        "fetched = min(report.stored",
+        "fetched = max(report.stored",
+        "a block is readable that some rank does not have",
+        _LEDGER,
+    ),
     Mutation(
         "misses-larger-tier-holds-all",
         "connector/scheduler/miss_causes.py",
@@ -152,8 +179,8 @@ ENGINE = (
     Mutation(
         "memory-that-another-rank-has-pinned",
         "connector/worker/worker_half.py",
-        "return int(beyond[0]) if len(beyond) else len(transfer)",
-        "return len(transfer)",
+        "return int(beyond[0]) if len(beyond) else len(slots)",
+        "return len(slots)",
         "a GPU reads memory that was never made fit for it",
         _REPLICAS,
         Needs.VLLM,

@@ -75,6 +75,12 @@ class _OpenPut:
     reports: list[StoreReport] = field(default_factory=list)
 
 
+@dataclass
+class _OpenFetch:
+    slots: list[int]
+    reports: list[StoreReport] = field(default_factory=list)
+
+
 class TransferLedger:
     """Owns every pin and reservation from the plan of a transfer to its last report.
 
@@ -98,6 +104,7 @@ class TransferLedger:
         self._loads: dict[str, _OpenLoad] = {}
         self._step_loads: dict[int, _OpenStepLoad] = {}
         self._puts: dict[int, _OpenPut] = {}
+        self._fetches: dict[int, _OpenFetch] = {}
         self._overdue: set[int | str] = set()  # open transfers whose reports were given up
         self.pending_put_bytes = 0
         self.fence = WriteFence()
@@ -200,6 +207,29 @@ class TransferLedger:
         self._recorder.add(names.STORED_BYTES, least.stored * put.block_bytes, tier)
         self.drop(len(put.slots) - least.stored, least.reason or DropReason.REFUSED, Tier.REMOTE)
 
+    @property
+    def open_fetches(self) -> int:
+        return len(self._fetches)
+
+    def open_fetch(self, slots: Sequence[int]) -> int:
+        """Opens a fetch of a daemon's blocks into reserved slots and returns its job id."""
+        job_id = self.new_job()
+        self._fetches[job_id] = _OpenFetch(list(slots))
+        return job_id
+
+    def report_fetch(self, job_id: int, reports: Iterable[StoreReport]) -> None:
+        """Adds reports of ranks. With the last one, blocks that all ranks have become readable."""
+        fetch = self._fetches[job_id]
+        fetch.reports.extend(reports)
+        if len(fetch.reports) < self._num_ranks:
+            return
+        del self._fetches[job_id]
+        self._overdue.discard(job_id)
+        fetched = min(report.stored for report in fetch.reports)
+        slots = list(compress(fetch.slots, self._make_readable(fetch.slots, fetched)))
+        self._index.mark_sent(slots)  # they came from there
+        self._recorder.add(names.PREFETCHED_BLOCKS, len(slots), Tier.CPU.value)
+
     def open_load(
         self,
         request_id: str,
@@ -227,14 +257,21 @@ class TransferLedger:
         return bool(self._loads)
 
     @property
+    def has_open_remote_loads(self) -> bool:
+        """Whether requests load from daemons."""
+        step_loads = (one.load for one in self._step_loads.values())
+        return any(load.remote_blocks for load in (*self._loads.values(), *step_loads))
+
+    @property
     def has_open_step_loads(self) -> bool:
         return bool(self._step_loads)
 
     @property
     def has_open(self) -> bool:
         """Whether a transfer is open whose reports are still awaited."""
-        count = len(self._stores) + len(self._loads) + len(self._step_loads) + len(self._puts)
-        return count > len(self._overdue)
+        to_tier = len(self._stores) + len(self._fetches)
+        from_tier = len(self._loads) + len(self._step_loads) + len(self._puts)
+        return to_tier + from_tier > len(self._overdue)
 
     def give_up_reports(self) -> int:
         """Stops waiting for the reports of open transfers; returns how many were given up.
@@ -250,7 +287,7 @@ class TransferLedger:
             if job_id not in self._overdue:
                 self.drop(len(put.slots), DropReason.UNREPORTED, Tier.REMOTE)
         before = len(self._overdue)
-        self._overdue.update(self._stores, self._loads, self._step_loads, self._puts)
+        self._overdue.update(self._stores, self._loads, self._step_loads, self._puts, self._fetches)
         return len(self._overdue) - before
 
     def _was_overdue(self, job: int | str) -> bool:
@@ -327,21 +364,27 @@ class TransferLedger:
         self._next_job_id += 1
         return self._next_job_id - 1
 
+    def _make_readable(self, slots: Sequence[int], count: int) -> list[bool]:
+        """Commits the first `count` of these reserved slots and frees the others. Returns which of
+        the first are readable: blocks may have been removed in the meantime."""
+        readable = self._index.commit_all(slots[:count])
+        if any(readable) and self.on_committed:
+            committed = list(compress(slots, readable))
+            for tell in self.on_committed:
+                tell(committed)
+        for slot in slots[count:]:
+            self._index.abort(slot)
+        return readable
+
     def _finish_store(
         self, store: _OpenStore, is_counted: bool
     ) -> list[tuple[BlockKey, list[int]]]:
         least = min(store.reports, key=lambda report: report.stored)
-        readable = self._index.commit_all(store.slots[: least.stored])
-        committed = sum(readable)
-        if committed and self.on_committed:
-            slots = list(compress(store.slots, readable))
-            for tell in self.on_committed:
-                tell(slots)
         first = None
         if least.stored < len(store.slots):
             first, _ = self._index.block_in(store.slots[least.stored])
-        for slot in store.slots[least.stored :]:
-            self._index.abort(slot)
+        readable = self._make_readable(store.slots, least.stored)
+        committed = sum(readable)
         if is_counted:
             return []
         tier = Tier.CPU.value

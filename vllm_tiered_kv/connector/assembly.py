@@ -41,6 +41,7 @@ from vllm_tiered_kv.connector.scheduler.lazy_store import LazyStore
 from vllm_tiered_kv.connector.scheduler.load_planner import LoadPlanner
 from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
 from vllm_tiered_kv.connector.scheduler.miss_causes import MissCauses
+from vllm_tiered_kv.connector.scheduler.prefetch import Prefetch
 from vllm_tiered_kv.connector.scheduler.remote_claims import RemoteClaims
 from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
 from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
@@ -193,7 +194,11 @@ def make_scheduler_half(
         misses.is_computing = once.is_computing
     if events is not None and remote is not None:
         remote.on_missing = events.missing
-    retention = Retention(tier, config.pin_share, remote.pin if remote is not None else None)
+    prefetch = pin = None
+    if remote is not None and lookups is not None:
+        prefetch = Prefetch(tier, lookups, config.pin_share, into_cpu=remote.keep_copies)
+        pin = remote.pin
+    retention = Retention(tier, config.pin_share, pin, prefetch)
     return SchedulerHalf(
         config,
         engine,
@@ -206,6 +211,7 @@ def make_scheduler_half(
         early,
         once,
         retention,
+        prefetch,
         events,
         account_tracer(vllm_config),
     )

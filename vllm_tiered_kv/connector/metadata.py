@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_tiered_kv.cache.ledger import StoreReport
-from vllm_tiered_kv.core.transfer import Fetched, LoadJob, ProbeJob, PutJob, StoreJob
+from vllm_tiered_kv.core.transfer import Fetched, FetchJob, LoadJob, ProbeJob, PutJob, StoreJob
 from vllm_tiered_kv.core.verdict import BlockVerdict, VerifyJob
 from vllm_tiered_kv.remote.address import EngineIdentity
 
@@ -38,6 +38,8 @@ class TieredKVMetadata(KVConnectorMetadata):
     """Stores of blocks that this step's forward fills."""
     puts: list[PutJob] = field(default_factory=list)
     """Blocks of the CPU tier to send to daemons."""
+    fetches: list[FetchJob] = field(default_factory=list)
+    """Blocks of daemons to bring into the CPU tier, ahead of a request."""
     probes: list[ProbeJob] = field(default_factory=list)
     """Fetches from daemons that only measure speed. They queue behind all loads."""
     verifications: list[VerifyJob] = field(default_factory=list)
@@ -51,8 +53,8 @@ class TieredKVMetadata(KVConnectorMetadata):
     @property
     def has_transfers(self) -> bool:
         """Whether the step has transfers that workers will report."""
-        jobs = (self.loads, self.stores_before, self.stores_after, self.puts, self.verifications)
-        return any(jobs)
+        stores = (self.stores_before, self.stores_after, self.puts)
+        return any((self.loads, *stores, self.fetches, self.verifications))
 
 
 @dataclass
@@ -82,13 +84,16 @@ class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
     and only inside a MultiConnector, which replaces our handshake."""
     probed: dict[str, list[Fetched]] = field(default_factory=dict)
     """Probes that ended, by request, one report per rank."""
+    fetches: dict[int, list[StoreReport]] = field(default_factory=dict)
+    """Fetches that ended, by job, one report per rank."""
     was_processed: bool = False
     """The scheduler has processed it already, see `idle_steps`."""
 
     @property
     def has_reports(self) -> bool:
         """Whether a transfer has ended."""
-        return bool(self.stores or self.puts or self.step_loads or self.verdicts)
+        reports = (self.stores, self.puts, self.fetches, self.step_loads, self.verdicts)
+        return any(reports)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> TieredKVWorkerMetadata:
         assert isinstance(other, TieredKVWorkerMetadata)
@@ -96,6 +101,8 @@ class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
             self.stores.setdefault(job_id, []).extend(reports)
         for job_id, reports in other.puts.items():
             self.puts.setdefault(job_id, []).extend(reports)
+        for job_id, reports in other.fetches.items():
+            self.fetches.setdefault(job_id, []).extend(reports)
         self.usable_bytes.update(other.usable_bytes)
         self.ready_arenas.update(other.ready_arenas)
         self.block_bytes.update(other.block_bytes)

@@ -180,3 +180,15 @@ class PutJob:
     slots: Int64Array
     keys: tuple[BlockKey, ...]
     parents: tuple[BlockKey | None, ...]
+
+
+@dataclass(frozen=True)
+class FetchJob:
+    """Blocks to fetch from a daemon into reserved slots of the arena, ahead of a request; each rank
+    fetches its own shards. A worker reports how many leading blocks it has."""
+
+    job_id: int
+    address: str
+    group_id: int
+    slots: Int64Array
+    keys: tuple[BlockKey, ...]

@@ -205,6 +205,11 @@ DROPPED_BLOCKS = _counter_by(
         (_REMOTE, DropReason.RESET.value),
     ),
 )
+PREFETCHED_BLOCKS = _counter(
+    "prefetched_blocks",
+    "Blocks that the CPU tier got from daemons ahead of a request (`tool_pending`).",
+    _CPU,
+)
 EVICTED_BLOCKS = _counter("evicted_blocks", "Blocks evicted to make room.", _CPU)
 EVICTED_BYTES = _counter("evicted_bytes", "Bytes of those blocks, per rank.", _CPU)
 LOOKUPS = _counter_by(

@@ -129,7 +129,8 @@ class RequestControl:
     tool_pending: float = seconds(
         0.0,
         "The session continues after a tool call of about so many seconds: keeps its blocks for "
-        "twice as long, like `pin_seconds`. A daemon reads those on its disk into its memory.",
+        "twice as long, like `pin_seconds`. Shortly before it continues, daemons read what they "
+        "have on disk into their memory, and the CPU tier fetches from daemons what it has lost.",
         low=0,
         high=MAX_HOLD_S / 2,
     )

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
+from vllm_tiered_kv.connector.scheduler.prefetch import Prefetch
 from vllm_tiered_kv.connector.scheduler.remote_lookups import ChainPart
 from vllm_tiered_kv.connector.scheduler.request_state import RequestState
 from vllm_tiered_kv.connector.scheduler.sessions import SessionName, Sessions
@@ -30,9 +31,14 @@ class Retention:
     scheduler's thread."""
 
     def __init__(
-        self, tier: CpuTier, pin_share: float, pin_at_daemons: PinAtDaemons | None
+        self,
+        tier: CpuTier,
+        pin_share: float,
+        pin_at_daemons: PinAtDaemons | None,
+        prefetch: Prefetch | None = None,
     ) -> None:
-        """`pin_at_daemons`: pins blocks for so many seconds, without waiting for an answer."""
+        """`pin_at_daemons`: pins blocks for so many seconds, without waiting for an answer.
+        `prefetch` is told when sessions pause and continue."""
         self._groups = tier.groups
         self._alignment = tier.alignment
         self._index = tier.index
@@ -40,6 +46,7 @@ class Retention:
         self._recorder = tier.recorder
         self._pins = _Pins(tier, pin_share)
         self._pin_at_daemons = pin_at_daemons
+        self._prefetch = prefetch
         smallest = min(group.block_bytes for group in tier.groups)
         self._sessions = Sessions(2 * tier.index.geometry.capacity_bytes // smallest)
         self._ended: set[BlockKey] = set()  # of ended sessions, still being written
@@ -55,6 +62,8 @@ class Retention:
         state.keys.extend(state.request, state.request.num_tokens)
         if control.session:
             self._sessions.record(_session_of(state), state.keys.of_group)
+            if self._prefetch is not None:
+                self._prefetch.returned(_session_of(state))
         else:
             self._sessions.used(state.keys.of_group)
         if control.pin_seconds:
@@ -77,6 +86,10 @@ class Retention:
             if self._pin_at_daemons is not None and control.may_use(Tier.REMOTE):
                 now = time.monotonic()
                 self._unsent.append((now + _MAX_PUT_WAIT_S, held, now + control.hold_seconds))
+                if control.tool_pending and self._prefetch is not None:
+                    session = _session_of(state) if control.session else None
+                    into_cpu = control.may_use(Tier.CPU)
+                    self._prefetch.expect(session, held, control.tool_pending, into_cpu)
 
     def step(self) -> None:
         """Before the stores of a step are planned: ends the pins whose time is over."""
@@ -96,6 +109,8 @@ class Retention:
         self._sessions.clear()
         self._ended.clear()
         self._unsent.clear()
+        if self._prefetch is not None:
+            self._prefetch.reset()
 
     def record(self) -> None:
         self._recorder.set(names.PINNED_BYTES, self._pins.nbytes, _CPU)

@@ -33,6 +33,7 @@ from vllm_tiered_kv.connector.scheduler.hashed_blocks import ids_of
 from vllm_tiered_kv.connector.scheduler.invalid_load_recovery import InvalidLoadRecovery
 from vllm_tiered_kv.connector.scheduler.kv_events import TierEvents
 from vllm_tiered_kv.connector.scheduler.load_planner import LoadPlanner
+from vllm_tiered_kv.connector.scheduler.prefetch import Prefetch
 from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
 from vllm_tiered_kv.connector.scheduler.request_control import (
     EXPLAIN,
@@ -88,6 +89,7 @@ class SchedulerHalf:
         early_loads: EarlyLoads | None,
         once: ComputeOnce | None,
         retention: Retention,
+        prefetch: Prefetch | None = None,
         events: TierEvents | None = None,
         trace: Callable[[Request, Account], None] | None = None,
     ) -> None:
@@ -109,6 +111,7 @@ class SchedulerHalf:
         self.early_loads = early_loads
         self.once = once
         self.retention = retention
+        self.prefetch = prefetch
         self._events = events
         self._trace = trace
         self._controls = ControlReader(tier.recorder)
@@ -248,6 +251,8 @@ class SchedulerHalf:
         if self.remote is not None and not self._unreported_ranks:
             self._next.identity = self._identity
             self._next.puts, self._next.probes = self.remote.take_jobs(counts)
+            if self.prefetch is not None:
+                self._next.fetches = self.prefetch.step(is_idle=not self._requests)
         evicted, nbytes = self.index.take_evicted()
         self.recorder.add(names.EVICTED_BLOCKS, evicted, _CPU)
         self.recorder.add(names.EVICTED_BYTES, nbytes, _CPU)
@@ -284,6 +289,8 @@ class SchedulerHalf:
                     self.remote.puts.offer(readable)
             for job_id, reports in metadata.puts.items():
                 self.ledger.report_put(job_id, reports)
+            for job_id, reports in metadata.fetches.items():
+                self.ledger.report_fetch(job_id, reports)
             if self.verification is not None:
                 for job_id, verdicts in metadata.verdicts.items():
                     self.verification.report(job_id, verdicts)
@@ -322,6 +329,7 @@ class SchedulerHalf:
             )
             or self._next.stores_before
             or (self.remote is not None and self.remote.has_planned)
+            or (self.prefetch is not None and self.prefetch.is_wanted(not self._requests))
             or self._must_query_ranks
             or self._next.identity  # workers connect to the daemons in the first step
         )
@@ -425,6 +433,8 @@ class SchedulerHalf:
         self._requests.clear()
         if self.once is not None:
             self.once.close()
+        if self.prefetch is not None:
+            self.prefetch.close()
         if self.remote is not None:
             self.remote.close()
 
@@ -602,6 +612,8 @@ class SchedulerHalf:
 
     def _waits_for_threads(self) -> bool:
         if self.verification is not None and self.verification.has_open:
+            return True
+        if self.prefetch is not None and (self.prefetch.is_busy or self.ledger.open_fetches):
             return True
         return self.remote is not None and bool(self._requests or self.ledger.has_open_puts)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector.direct_store import DirectStore, is_direct, open_direct
 from vllm_tiered_kv.connector.identity.shard import Holding, Shard
+from vllm_tiered_kv.connector.worker.fetch_worker import FetchWorker
 from vllm_tiered_kv.connector.worker.put_worker import PutWorker
 from vllm_tiered_kv.connector.worker.remote_loader import RemoteLoader
 from vllm_tiered_kv.connector.worker.shared_region import Resident, SharedRegions
@@ -97,6 +98,7 @@ class RemoteIO:
             config.remote_load_timeout,
             holding.sends,
         )
+        self.fetcher = FetchWorker(stores, shard, arena, offsets_of, config.remote_load_timeout)
 
     def resident(self, transfer: RemoteTransfer) -> Resident | None:
         """Returns the leased blocks of a transfer if they can be copied now, without a request to
@@ -117,9 +119,10 @@ class RemoteIO:
         return all(self._cluster.stores[address].get(keys, parts, deadline))
 
     def settle(self) -> None:
-        """Ends all loads and puts; their results can still be polled. No new ones may follow."""
+        """Ends all transfers; their results can still be polled. No new ones may follow."""
         self.loader.close()
         self.writer.close()
+        self.fetcher.close()
 
     def close(self) -> None:
         self.settle()

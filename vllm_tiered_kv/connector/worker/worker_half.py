@@ -40,7 +40,14 @@ from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.layout import BlockRuns
 from vllm_tiered_kv.core.tiers import Tier
-from vllm_tiered_kv.core.transfer import Fetched, GroupTransfer, LoadJob, StoreJob
+from vllm_tiered_kv.core.transfer import (
+    Fetched,
+    FetchJob,
+    GroupTransfer,
+    Int64Array,
+    LoadJob,
+    StoreJob,
+)
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import Copier
 from vllm_tiered_kv.device.pinning import Pin, Unpin
@@ -104,6 +111,7 @@ class WorkerHalf:
         self._measured_step: int | None = None
         self._step_thread: int | None = None
         self._put: dict[int, list[StoreReport]] = {}
+        self._fetched: dict[int, list[StoreReport]] = {}
         self._remote_failures: set[str] = set()
         self._probed: dict[str, Fetched] = {}
         self._reported_arenas: dict[bytes, int] = {}
@@ -167,7 +175,7 @@ class WorkerHalf:
         self._due = metadata.stores_after
         self.is_in_step = True
         if self._verifier is not None:
-            self._verifier.begin_step(metadata.verifications, self._compares)
+            self._verifier.begin_step(metadata.verifications, self._is_ours)
         self._measured_step = metadata.measured_step
         self._device.finish_step_loads()
         self._step_thread = threading.get_ident()
@@ -207,7 +215,7 @@ class WorkerHalf:
         return True
 
     def start_loads(self, metadata: TieredKVMetadata, calls_each_layer: bool = False) -> None:
-        """Starts the step's loads, and its puts and probes. `calls_each_layer`: the coming forward
+        """Starts the step's loads, puts, fetches and probes. `calls_each_layer`: the coming forward
         calls `before_layer` before each layer."""
         step_loads = [job for job in metadata.loads if job.step_load is not None]
         if step_loads:
@@ -232,6 +240,9 @@ class WorkerHalf:
         for put in metadata.puts:
             assert self._remote is not None, "put to a daemon, but none is configured"
             self._remote.writer.write(put)
+        for fetch in metadata.fetches:
+            assert self._remote is not None, "fetch from a daemon, but none is configured"
+            self._fetch(self._remote, fetch)
         for probe in metadata.probes:
             assert self._remote is not None, "probe of a daemon, but none is configured"
             self._remote.loader.probe(probe)
@@ -291,6 +302,8 @@ class WorkerHalf:
             self._probed |= self._remote.loader.take_probed()
             for put in self._remote.writer.poll():
                 self._put.setdefault(put.job_id, []).append(put.report)
+            for fetch in self._remote.fetcher.poll():
+                self._fetched.setdefault(fetch.job_id, []).append(StoreReport(fetch.count))
         self._times.polled()
 
     def take_invalid_blocks(self) -> set[int]:
@@ -303,6 +316,7 @@ class WorkerHalf:
         if (
             not self._stored
             and not self._put
+            and not self._fetched
             and not self._remote_failures
             and not self._probed
             and not self._step_loads
@@ -326,10 +340,12 @@ class WorkerHalf:
             {} if self._verifier is None else self._verifier.take_verdicts(),
             {self.rank: self.block_bytes} if self._must_report_block_bytes else {},
             {name: [fetched] for name, fetched in self._probed.items()},
+            self._fetched,
         )
         self._measured_step = None
         self._must_report_block_bytes = False
         self._stored, self._put, self._remote_failures, self._probed = {}, {}, set(), {}
+        self._fetched = {}
         self._reported_usable, self._reported_arenas = usable, arenas
         self.last_reports.append(report)
         return report
@@ -358,18 +374,30 @@ class WorkerHalf:
         return self._copier
 
     def _store(self, jobs: Sequence[StoreJob]) -> None:
-        self._copy_out([(job.job_id, self._striping.begin(job, self._usable(job))) for job in jobs])
+        copies = []
+        for job in jobs:
+            usable = self._usable(job.transfer.group_id, job.transfer.slots)
+            copies.append((job.job_id, self._striping.begin(job, usable)))
+        self._copy_out(copies)
 
-    def _usable(self, job: StoreJob) -> int:
-        """Returns how many of a store's first slots lie in memory that is already pinned."""
+    def _fetch(self, remote: RemoteIO, job: FetchJob) -> None:
+        if self._usable(job.group_id, job.slots) < len(job.slots):
+            self._fetched[job.job_id] = [StoreReport(0, DropReason.NOT_PINNED_YET)]
+        elif self._is_ours(job.keys[0]):
+            remote.fetcher.fetch(job)
+        else:  # the rank that fetches the job reports any failure
+            self._fetched[job.job_id] = [StoreReport(len(job.keys))]
+
+    def _usable(self, group_id: int, slots: Int64Array) -> int:
+        """Returns how many of the first of these slots lie in memory that is already pinned."""
         assert self.arena is not None, "the arena is not open"
-        ready, transfer = self.arena.ready_bytes, job.transfer
+        ready = self.arena.ready_bytes
         if ready >= self._geometry.capacity_bytes:
-            return len(transfer)
-        nbytes = self.block_bytes[transfer.group_id]
-        offsets = self._geometry.offsets(transfer.slots, self._geometry.class_of_block(nbytes))
+            return len(slots)
+        nbytes = self.block_bytes[group_id]
+        offsets = self._geometry.offsets(slots, self._geometry.class_of_block(nbytes))
         beyond = np.flatnonzero(offsets + nbytes > ready)
-        return int(beyond[0]) if len(beyond) else len(transfer)
+        return int(beyond[0]) if len(beyond) else len(slots)
 
     def _copy_out(self, copies: Sequence[tuple[int, GroupTransfer]]) -> None:
         for job_id, transfer in copies:
@@ -400,9 +428,9 @@ class WorkerHalf:
         block."""
         self._striping = ReplicaStriping(self._holding.replica, self._holding.replicas)
 
-    def _compares(self, first: BlockKey) -> bool:
-        """Whether this rank runs the verification that starts with this block. Of the ranks that
-        share an arena only one does, because the job has one slot for the copy."""
+    def _is_ours(self, first: BlockKey) -> bool:
+        """Whether this rank runs the verification or fetch that starts with this block. Of the
+        ranks that share an arena only one does, because they share the job's slots."""
         return not self._striping.is_shared or self._holding.sends(first)
 
     def _open_remote(self, identity: EngineIdentity) -> RemoteIO:
