@@ -27,6 +27,7 @@ ALONE = (  # one measures time, the other takes most of the memory
 )
 GROUPS = (  # longest first; each engine takes a minute to start
     ("windows", "tests/gpu/test_windows_gpu.py"),
+    ("windows over latent KV", "tests/gpu/test_latent_windows_gpu.py"),
     ("models", "tests/gpu/test_models_gpu.py", "-k", "not drafts"),
     ("drafts", "tests/gpu/test_models_gpu.py", "-k", "drafts"),
     *(
