@@ -29,6 +29,7 @@ from vllm_tiered_kv.connector.metadata import (
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.transfer import (
     Fetched,
+    FetchJob,
     GroupTransfer,
     LoadJob,
     ProbeJob,
@@ -49,6 +50,7 @@ METADATA = TieredKVMetadata(
     wait_for_stores=8,
     stores_after=[StoreJob(2, TRANSFER)],
     puts=[PutJob(3, "tcp://a:1", 0, int64_array([5, 6]), KEYS, (None, KEYS[0]))],
+    fetches=[FetchJob(7, "tcp://a:1", 0, int64_array([5, 6]), KEYS)],
     probes=[ProbeJob("r2", 0, "tcp://a:1", KEYS)],
     verifications=[VerifyJob(6, TRANSFER, KEYS, 64, int64_array([2, 4]), None)],
     measured_step=4,
@@ -58,6 +60,7 @@ WORKER_METADATA = TieredKVWorkerMetadata(
     stores={1: [StoreReport(2, None)], 2: [StoreReport(0, DropReason.COPY_FAILED)]},
     usable_bytes={0: 4096},
     puts={9: [StoreReport(1, None)]},
+    fetches={7: [StoreReport(2, None)]},
     remote_failures={"r1"},
     step_loads={5: [True]},
     load_seconds={"r1": {"cpu": 0.5}},

@@ -186,8 +186,7 @@ def test_a_real_engine_beside_a_daemon(
             assert_gone(before, is_first=True)  # closed, that is: nothing of it is garbage yet
             del kept
 
-    untouched = Held.now()
-    assert not untouched.all.ours
+    untouched = Held.now()  # other tests of this process may have left engines open
     one(0, untouched)
     assert_gone(untouched, is_first=True)
     eventually(lambda: "attached_processes" not in lent_by(daemon))
@@ -242,7 +241,6 @@ def test_a_start_that_fails(
             pass
 
     untouched = Held.now()
-    assert not untouched.all.ours
     fail_to_start()
     assert "tiered-kv-load" in seen[0].all.ours
     assert seen[0].has_arena_beside(untouched)
