@@ -267,8 +267,8 @@ class Connections:
         # What clients have left behind does not end with the connections of others: these keep
         # half of the limit, instead of being disconnected in vain.
         limit = max(network.limit, network.total - connected + network.limit // 2)
-        for _, descriptor, one, peer in sorted(weights, key=lambda entry: -entry[0]):
-            if network.total <= limit:
+        for weight, descriptor, one, peer in sorted(weights, key=lambda entry: -entry[0]):
+            if network.total <= limit or not weight:  # nothing would be gained
                 break
             network.unfinished -= one.unfinished
             network.mark_disconnected(peer)
