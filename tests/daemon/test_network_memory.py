@@ -158,7 +158,7 @@ def test_unfinished_messages_beyond_limit_drop_clients(
         assert daemon.rss_bytes() - before < 200 * MIB
         assert honest.get([key(0)]) == blocks(1)
         # What clients had that were dropped is given back to the system.
-        eventually(lambda: daemon.rss_bytes() - before < 64 * MIB, 20)
+        eventually(lambda: daemon.rss_bytes() - before < 64 * MIB, 60)
 
 
 def hello_of(client: ZmtpClient) -> None:
