@@ -153,6 +153,8 @@ def test_options_wrong_value_is_named_in_error(file: dict[str, object], sentence
         (["--memry", "1GiB"], "--memry: unknown argument; did you mean --memory?"),
         (["--ssdspace=1GiB"], "did you mean --ssd-space?"),
         (["kegyen", "keys"], "kegyen: unknown argument; did you mean keygen?"),
+        (["stauts"], "stauts: unknown argument; did you mean tiered-kv status?"),
+        (["verify", "/kv"], "verify: unknown argument; did you mean tiered-kv verify?"),
         (["--eviction", "lrru"], 'did you mean "lru"?'),
         (["frobnicate"], "frobnicate: unknown argument; --help lists the options"),
         (["--listen", "tcp://0.0.0.0:9527"], "can be reached from other hosts, which needs keys"),

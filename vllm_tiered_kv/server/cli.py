@@ -97,10 +97,11 @@ def _run(arguments: Sequence[str]) -> int:
     add_flags(parser)
     given, unknown = parser.parse_known_args(arguments)
     if unknown:
-        known = [option for option in parser._option_string_actions if option.startswith("--")]
-        known += _COMMANDS
+        flag_names = [option for option in parser._option_string_actions if option.startswith("--")]
+        known = {name: name for name in (*flag_names, *_COMMANDS)}
+        known |= {name: f"tiered-kv {name}" for name in _COMMANDS_ELSEWHERE}
         close = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
-        hint = f"did you mean {close[0]}?" if close else "--help lists the options"
+        hint = f"did you mean {known[close[0]]}?" if close else "--help lists the options"
         raise ConfigError(unknown[0], f"unknown argument; {hint}")
     flags = vars(given)
     file = flags.pop("config")
@@ -222,6 +223,8 @@ def _keygen(arguments: Sequence[str]) -> int:
 
 
 _COMMANDS = {"keygen": _keygen}
+_COMMANDS_ELSEWHERE = ("status", "top", "ls", "rm", "flush", "verify", "doctor")
+"""Those of `tiered-kv` that are about daemons."""
 
 
 if __name__ == "__main__":
