@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_tiered_kv.api.openai_server import OpenAIServer
 from vllm_tiered_kv.errors import ConfigError, ReplayError
 from vllm_tiered_kv.options import parse_size
 from vllm_tiered_kv.remote.address import ServerAddress
@@ -72,7 +73,28 @@ def curve_keys(given: argparse.Namespace) -> CurveKeys | None:
     return CurveKeys.load(given.remote_key, given.remote_server_key)
 
 
-def read_key(path: Path | None) -> str | None:
+def add_server(parser: argparse.ArgumentParser, timeout_of: str = "per request") -> None:
+    """The options of a command that asks an OpenAI-compatible server."""
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
+    parser.add_argument("--model", metavar="NAME", help="needed if the server serves several")
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=seconds,
+        default=600.0,
+        help=f"{timeout_of} (%(default)s)",
+    )
+    parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="sent as bearer token")
+
+
+def open_server(given: argparse.Namespace, url: str | None = None) -> OpenAIServer:
+    """The server of these options; `url`: another one with the same key."""
+    return OpenAIServer(
+        given.url if url is None else url, given.timeout, _read_key(given.api_key_file)
+    )
+
+
+def _read_key(path: Path | None) -> str | None:
     """The API key of a file, for a server that wants one."""
     if path is None:
         return None

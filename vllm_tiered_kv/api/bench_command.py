@@ -13,7 +13,6 @@ from pathlib import Path
 
 from vllm_tiered_kv.api import arguments
 from vllm_tiered_kv.api.bench import Answer, Asker, made_words, make_text, speed, stress
-from vllm_tiered_kv.api.openai_server import OpenAIServer
 from vllm_tiered_kv.api.prompt_file import read_prompts
 from vllm_tiered_kv.errors import ReplayError
 from vllm_tiered_kv.remote.inquiry import Inquiry
@@ -137,25 +136,12 @@ def _add(
         formatter_class=arguments.HelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
-    parser.add_argument("--model", metavar="NAME", help="needed if the server serves several")
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=arguments.seconds,
-        default=600.0,
-        help="per request, and for a restart (%(default)s)",
-    )
-    parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="sent as bearer token")
+    arguments.add_server(parser, "per request, and for a restart")
     return parser
 
 
-def _server(given: argparse.Namespace) -> OpenAIServer:
-    return OpenAIServer(given.url, given.timeout, arguments.read_key(given.api_key_file))
-
-
 def _inputs(given: argparse.Namespace) -> int:
-    server = _server(given)
+    server = arguments.open_server(given)
     model = server.choose_model(given.model)
     source = random.Random(given.seed)
     try:
@@ -220,7 +206,7 @@ def triangle_line(number: int, row: Sequence[Answer]) -> str:
 
 @contextlib.contextmanager
 def _asker(given: argparse.Namespace) -> Iterator[Asker]:
-    server = _server(given)
+    server = arguments.open_server(given)
     model = server.choose_model(given.model)
     curve = arguments.curve_keys(given)
     with contextlib.ExitStack() as stack:

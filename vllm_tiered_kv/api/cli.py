@@ -27,7 +27,6 @@ from vllm_tiered_kv.api.model_shape import (
     read_config,
     read_shape,
 )
-from vllm_tiered_kv.api.openai_server import OpenAIServer
 from vllm_tiered_kv.api.prompt_file import read_prompt, read_prompts
 from vllm_tiered_kv.api.replay import Exit, Replay, ReplaySettings
 from vllm_tiered_kv.api.up_command import add_up
@@ -285,9 +284,8 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     default = ReplaySettings()
     parser.set_defaults(run=_replay)
     parser.add_argument("prompts", metavar="PROMPTS", type=Path, help="file of prompts, see below")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
+    arguments.add_server(parser)
     parser.add_argument("--baseline-url", metavar="URL", help="a server without the cache")
-    parser.add_argument("--model", metavar="NAME", help="needed if the server serves several")
     parser.add_argument(
         "--max-tokens",
         metavar="N",
@@ -320,18 +318,10 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="change of a logprob that counts as a difference (%(default)s)",
     )
     parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=arguments.seconds,
-        default=600.0,
-        help="per request (%(default)s)",
-    )
-    parser.add_argument(
         "--keep-gpu-cache",
         action="store_true",
         help="do not empty the GPU prefix cache, which other clients use too",
     )
-    parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="sent as bearer token")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the whole report there")
     parser.add_argument(
         "--allow-no-loads", action="store_true", help="exit 0 even if nothing was loaded"
@@ -342,7 +332,7 @@ def _replay(given: argparse.Namespace) -> int:
     prompts = read_prompts(given.prompts)
     if given.json is not None:  # fail now, not after hours of requests
         _require_writable(given.json)
-    key = arguments.read_key(given.api_key_file)
+    server = arguments.open_server(given)
     settings = ReplaySettings(
         given.model,
         given.max_tokens,
@@ -355,8 +345,7 @@ def _replay(given: argparse.Namespace) -> int:
     )
     baseline = None
     if given.baseline_url is not None:
-        baseline = OpenAIServer(given.baseline_url, given.timeout, key)
-    server = OpenAIServer(given.url, given.timeout, key)
+        baseline = arguments.open_server(given, given.baseline_url)
     report = Replay(server, baseline, settings, _print_progress).run(prompts)
     print("\n".join(report.lines()))
     if given.json is not None:
@@ -375,8 +364,7 @@ def _add_warm(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     parser.set_defaults(run=_warm)
     parser.add_argument("prompts", metavar="PROMPTS", type=Path, help="file of prompts, see below")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
-    parser.add_argument("--model", metavar="NAME", help="needed if the server serves several")
+    arguments.add_server(parser)
     parser.add_argument(
         "--pin",
         metavar="SECONDS",
@@ -392,20 +380,12 @@ def _add_warm(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="concurrent requests (%(default)s)",
     )
     parser.add_argument("--salt", metavar="TEXT", help="cache_salt, if clients use one")
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=arguments.seconds,
-        default=600.0,
-        help="per request (%(default)s)",
-    )
-    parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="sent as bearer token")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _warm(given: argparse.Namespace) -> int:
     prompts = read_prompts(given.prompts)
-    server = OpenAIServer(given.url, given.timeout, arguments.read_key(given.api_key_file))
+    server = arguments.open_server(given)
     report = warm(
         server,
         prompts,
@@ -433,17 +413,8 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.set_defaults(run=_explain)
     parser.add_argument("prompt", metavar="PROMPT", help="see below; - reads it from stdin")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
-    parser.add_argument("--model", metavar="NAME", help="needed if the server serves several")
+    arguments.add_server(parser, "of the request")
     parser.add_argument("--salt", metavar="TEXT", help="cache_salt, if clients use one")
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=arguments.seconds,
-        default=600.0,
-        help="of the request (%(default)s)",
-    )
-    parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="sent as bearer token")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -451,7 +422,7 @@ def _explain(given: argparse.Namespace) -> int:
     prompt = read_prompt(
         sys.stdin.read().removesuffix("\n") if given.prompt == "-" else given.prompt
     )
-    server = OpenAIServer(given.url, given.timeout, arguments.read_key(given.api_key_file))
+    server = arguments.open_server(given)
     found = explain(server, prompt, given.model, given.salt)
     print(json.dumps(found.as_json(), indent=1) if given.json else "\n".join(found.lines()))
     return Exit.EQUAL
