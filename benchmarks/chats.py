@@ -261,7 +261,7 @@ class Runner:
 
 
 class Child:
-    """A process with one engine, which plays the workload when it is told to. Context manager."""
+    """A process with one engine. It plays the workload when it is told to. Context manager."""
 
     def __init__(self, job: Job, folder: Path) -> None:
         self._job = job
@@ -360,7 +360,7 @@ def run(args: argparse.Namespace, folder: Path) -> Report:
 
 
 def groups_of(cases: Sequence[Case], most: int) -> Iterator[list[Case]]:
-    """Neighbours of one workload and round, at most so many."""
+    """Neighbours of one workload and round, in groups of at most `most`."""
     for _, same in itertools.groupby(cases, lambda case: (case.round, case.workload)):
         group = list(same)
         yield from (group[at : at + most] for at in range(0, len(group), most))

@@ -12,7 +12,7 @@ from benchmarks.sections.markdown import image, measured_on, median, number, tab
 _INTRO = """\
 Every engine is a process of its own on the same device; they take turns on the same prompts, in
 rotating order. A *device hit* is a prompt whose KV blocks are all in the device's prefix cache, a
-*tier hit* one whose blocks are in host memory alone, a *batch* so many prompts asked at once. The
+*tier hit* one whose blocks are in host memory alone, a *batch* several prompts asked at once. The
 *load cost* is a tier hit less the device hit of the same engine in the same turn. All times are to
 the first token. Times are medians with quartiles, in milliseconds. Compare within a table only.
 
@@ -65,7 +65,7 @@ def _sizes(data: dict[str, Any]) -> str:
     copy = data["pinned_copy"]
     if copy:
         text += (
-            f" One copy of so many bytes to the device takes {copy['to_device_ms']:.1f} ms "
+            f" One copy of one prompt's bytes to the device takes {copy['to_device_ms']:.1f} ms "
             f"({copy['to_device_gbs']:.1f} GB/s), measured in the same run."
         )
     return text + "\n"

@@ -143,14 +143,14 @@ def _distributed(result: Result) -> str:
 _SSD = """\
 Blocks written, read and replaced, in GB/s, and as a part of what fio reaches with the same block
 size and direct I/O (goal P9: at least 0.95): with as many threads, each of which reuses one buffer
-(psync), and with as many places in memory as ours (libaio), which has more transfers under way. On
+(psync), and with as many buffers as ours (libaio), which has more transfers under way. On
 a virtual disk, whose bytes are copied, one buffer stays in the processor's cache and many do not.
 In brackets the smallest and the largest ratio of a round. fio checks nothing; every block here is
 hashed. Recovery is of a tier of 100 GB (goal P14: 2 s).
 """
 _SSD_INDEX = """\
 Its index as it grows (goal P12: at most 150 bytes a block): what the process holds after it has
-opened a folder of so many blocks, and how long that took.
+opened a folder with this number of blocks, and how long that took.
 """
 _ACTIONS = ("write", "read", "replace")
 _FIO = {"fio": "psync", "fio_with_as_many_places": "libaio"}

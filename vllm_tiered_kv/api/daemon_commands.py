@@ -128,9 +128,7 @@ def add_daemon_commands(commands: argparse._SubParsersAction[argparse.ArgumentPa
         default=2.0,
         help="between two looks (%(default)s)",
     )
-    parser.add_argument(
-        "--count", metavar="N", type=arguments.positive, help="end after so many looks"
-    )
+    parser.add_argument("--count", metavar="N", type=arguments.positive, help="end after N looks")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each look")
 
     parser = _add(

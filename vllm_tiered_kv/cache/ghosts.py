@@ -14,7 +14,7 @@ from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.native import _cpu
 
 FACTORS = (2, 4)
-"""Ghosts tell what a tier of so many times the capacity would hold."""
+"""Ghosts tell what a tier with these multiples of the capacity would hold."""
 
 _REACH = 2 * (FACTORS[-1] - 1)
 """Evictions are remembered until the tier's blocks have been evicted so often. Half of that is

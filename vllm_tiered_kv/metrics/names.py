@@ -165,8 +165,8 @@ WOULD_HIT_TOKENS = Metric(
     "would_hit_tokens",
     Kind.COUNTER,
     ("capacity",),
-    "Computed tokens with the cause `evicted` that a CPU tier of so many times the capacity would "
-    "still have held.",
+    "Computed tokens with the cause `evicted` that a CPU tier with this multiple of the "
+    "capacity would still have held.",
     series=(("2x",), ("4x",)),
 )
 RECOMPUTED_TOKENS = _counter(

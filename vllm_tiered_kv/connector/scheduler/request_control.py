@@ -103,12 +103,11 @@ class RequestControl:
         "is computed."
     )
     max_store_tokens: int | None = _tokens(
-        "Stores only the blocks within the first so many tokens of the request, its answer "
-        "included."
+        "Stores only the blocks within the first N tokens of the request, its answer included."
     )
     pin_seconds: float = seconds(
         0.0,
-        "Keeps the blocks of this request in the CPU tier, and at daemons, until so many seconds "
+        "Keeps the blocks of this request in the CPU tier, and at daemons, until N seconds "
         "after its end. Not exceeding `pin_share` of the tier, head first.",
         low=0,
         high=MAX_HOLD_S,
@@ -128,7 +127,7 @@ class RequestControl:
     )
     tool_pending: float = seconds(
         0.0,
-        "The session continues after a tool call of about so many seconds: keeps its blocks for "
+        "The session continues after a tool call of about N seconds: keeps its blocks for "
         "twice as long, like `pin_seconds`. Shortly before it continues, daemons read what they "
         "have on disk into their memory, and the CPU tier fetches from daemons what it has lost.",
         low=0,

@@ -92,7 +92,7 @@ class Receiver:
         self._senders = len(senders)
 
     def _receive_payload(self, message: Message, most: int) -> int:
-        """Receives the other frames of a message, at most so many, and returns how many."""
+        """Receives the other frames of a message, at most `most`, and returns how many."""
         before = message.count
         while message.has_more and message.count - before < most:
             try:
