@@ -31,6 +31,8 @@ SHAPE = {
     "intermediate_size": 2048,
     "max_position_embeddings": 16_384,
     "sliding_window": 1000,
+    # vLLM 0.32 overflows a buffer of its FlashAttention builder if prompts have many more chunks.
+    "attention_chunk_size": 1024,
     "torch_dtype": "bfloat16",
 }
 LENGTHS = (6_000, 4_097, 1_500, 777)
