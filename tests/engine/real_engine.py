@@ -238,6 +238,10 @@ def _draw_weights(gain: float) -> Callable[[DummyModelLoader, torch.nn.Module, A
                     inner = gain if "layers." in name else 2.5
                     scale = 1.0 if "embed" in name else inner / weight.shape[-1] ** 0.5
                     weight.normal_(0.0, scale, generator=generator)
+        if getattr(model, "finalizes_weights_during_load", False):
+            # DeepSeek-V4 on a GPU sums some of its weights as it loads them; vLLM's dummy loader
+            # leaves that out, and the first step fails.
+            model.process_weights_after_loading()
 
     return draw
 
