@@ -48,6 +48,7 @@ SECTIONS: list[Callable[[Results], str]] = [
     tiers.lookup_section,
     tiers.pinning_section,
     tiers.load_or_compute_section,
+    tiers.compute_once_section,
     fleet.section,
     published.section,
 ]

@@ -160,8 +160,7 @@ ROWS = (
             "tests/engine/test_windows.py::test_random_clients",
             "tests/gpu/test_latent_windows_gpu.py::test_a_tier_hit_is_a_device_hit",
         ),
-        "shown with vLLM's caches and schedulers, but not yet with its kernels, which need a GPU "
-        "or a CPU with AMX",
+        "its kernels need a GPU or a CPU with AMX, so a whole engine is tested on a GPU",
     ),
     Row(
         "Sliding windows that vLLM recomputes after each hit (DeepSeek-V4.1)",
@@ -379,6 +378,8 @@ NAMED = (
     NamedModel(
         "DeepSeek-V4",
         {"model_type": "deepseek_v4", "num_hidden_layers": 61, "compress_ratios": [4, 128]},
+        "a tiny DeepSeek-V4",
+        "tests/gpu/test_latent_windows_gpu.py::test_a_tier_hit_is_a_device_hit",
     ),
     NamedModel("Kimi-K2", _latent("kimi_k2", 61), *_MLA),
     NamedModel(

@@ -64,8 +64,9 @@ def _hits(result: Result) -> str:
     return measured_on(result) + "\n" + table(header, rows)
 
 
-def _range(times: dict[str, float]) -> str:
-    return f"{number(times['median'])} ({number(times['min'])} … {number(times['max'])})"
+def _range(times: dict[str, float], digits: int = 1) -> str:
+    middle, low, high = (number(times[name], digits) for name in ("median", "min", "max"))
+    return f"{middle} ({low} … {high})"
 
 
 def _clients(result: Result) -> str:
@@ -340,6 +341,45 @@ def _launches(
     if left_to_driver and left_to_driver["launch_ms"]["while_pinning"]:
         name = f"while {left_to_driver['gib']:.0f} GiB are pinned whose pages the driver has to get"
         yield name, left_to_driver["launch_ms"]["while_pinning"]
+
+
+_COMPUTE_ONCE = """\
+Cold prompts at once, with `compute_once` off and on in turn: identical ones at one engine, an equal
+part of them at each of several engines with one daemon, and prompts that share nothing, which shows
+what the option costs. *Computed*: how many whole prompts the computed tokens would make; each
+request computes its last tokens itself. Goal P15: the work of one prompt, and at least 0.995 of the
+throughput where nothing is shared.
+"""
+_COMPUTE_ONCE_CASES = {
+    "one_engine": "identical, one engine",
+    "engines": "identical, {} engines",
+    "nothing_shared": "nothing shared, one engine",
+}
+
+
+def compute_once_section(results: Results) -> str:
+    found = results.of("compute_once")
+    if not found:
+        return ""
+    parts = ["## Identical prompts at once\n", _COMPUTE_ONCE]
+    return "\n".join([*parts, *(_compute_once(result) for result in found)])
+
+
+def _compute_once(result: Result) -> str:
+    data = result.data
+    rows = []
+    for case, title in _COMPUTE_ONCE_CASES.items():
+        row = data["derived"].get(case)
+        if row is None:
+            continue
+        off, on = row["off"], row["on"]
+        cells = [number(some["computed_prompts"], 2) for some in (off, on)]
+        cells += [_range(some["seconds"], 2) for some in (off, on)]
+        cells.append(str(min(some["seconds"]["n"] for some in (off, on))))
+        rows.append([title.format(data["engines"]), *cells])
+    head = ["prompts", "computed, off", "on", "seconds, off", "on", "rounds"]
+    size = f"{data['prompts']} prompts of {data['prompt_tokens']:,} tokens; medians with the range."
+    return f"{measured_on(result)}\n{size}\n\n{table(head, rows)}"
 
 
 _LOAD_OR_COMPUTE = """\
