@@ -61,6 +61,7 @@ def main(model: str, settings: dict) -> None:
     drop()
     report["tier"] = ask()
     drop()
+    settled_counters()  # what is still on its way to a daemon must stay as it is
     report["corrupted_bytes"] = llm.collective_rpc(corrupt_arena, args=(1,))
     report["corrupted"] = ask()
     report["counters"] = settled_counters()

@@ -132,10 +132,11 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     if speculative is not None and speculative.method not in _SPECULATIVE_METHODS:
         return f"speculative decoding with {speculative.method} is not supported so far"
     parallel = vllm_config.parallel_config
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+    if parallel.prefill_context_parallel_size > 1:
+        # vLLM 0.32 runs it for MLA, with Model Runner V2, on at least two GPUs: not tried here.
         return (
-            "context parallelism (DCP, PCP), where each rank holds other tokens of a block, is not "
-            "supported so far"
+            "prefill context parallelism (PCP) is not supported so far; decode context parallelism "
+            "(DCP) alone is cached"
         )
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return "ranks started by an external launcher do not report to one scheduler"

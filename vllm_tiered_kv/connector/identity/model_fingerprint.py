@@ -10,6 +10,7 @@ change single rows of them. So are adapters, which are small.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -109,9 +110,21 @@ def fingerprint(
             "pp": parallel.pipeline_parallel_size,
             "dcp": parallel.decode_context_parallel_size,
             "pcp": parallel.prefill_context_parallel_size,
+            **_interleave(vllm_config, kv_cache_config),
         },
         tenant=tenant,
     )
+
+
+def _interleave(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, int]:
+    """Returns how many consecutive tokens a rank holds before those of the next one, with decode
+    context parallelism. vLLM settles it in the workers only, hence the copy of its configuration."""
+    if vllm_config.parallel_config.decode_context_parallel_size == 1:
+        return {}
+    settled = copy.copy(vllm_config)
+    settled.parallel_config = copy.copy(vllm_config.parallel_config)
+    settled.adjust_dcp_kv_cache_interleave_size(kv_cache_config)
+    return {"interleave": settled.parallel_config.cp_kv_cache_interleave_size}
 
 
 def model_digest(vllm_config: VllmConfig) -> str:
