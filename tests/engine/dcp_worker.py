@@ -37,6 +37,9 @@ class DcpMetadata:
 
 
 class DcpMetadataBuilder(AttentionMetadataBuilder[DcpMetadata]):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+
     def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> DcpMetadata:
         starts = common.query_start_loc
         contexts = common.seq_lens - (starts[1:] - starts[:-1])

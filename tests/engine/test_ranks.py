@@ -19,7 +19,10 @@ from vllm_tiered_kv.metrics.names import DropReason
 pytestmark = pytest.mark.usefixtures("step_loads")
 
 STAGES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
-EITHER_KIND = pytest.mark.parametrize("parallel", [{}, STAGES], ids=["tensor", "pipeline"])
+TURNS = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 2}
+EITHER_KIND = pytest.mark.parametrize(
+    "parallel", [{}, STAGES, TURNS], ids=["tensor", "pipeline", "decode_context"]
+)
 EITHER_RANK = pytest.mark.parametrize("bad", [0, 1], ids=["first-rank", "second-rank"])
 
 
@@ -52,7 +55,7 @@ def test_a_load_that_one_rank_cannot_do_is_recomputed_on_all(
     ask(engine, ids)
     engine.drop_gpu_cache()
     engine.copiers[bad].fail_every = engine.copiers[bad].fail_ahead = 1.0
-    if step_loads == "auto" and (async_scheduling or parallel):
+    if step_loads == "auto" and (async_scheduling or parallel is STAGES):
         with pytest.raises(CudaError):  # such a step cannot be taken back
             ask(engine, ids)
         return
@@ -82,7 +85,7 @@ def test_a_block_that_one_rank_did_not_store_is_a_miss(
     dropped = total(engine, names.DROPPED_BLOCKS, "cpu", DropReason.COPY_FAILED.value)
     assert dropped > 0
     # What the other rank has stored all of counts for nothing.
-    assert total(engine, names.STORED_BLOCKS) + dropped == sum((len(i) + 1) // 4 for i in asked)
+    assert total(engine, names.STORED_BLOCKS) + dropped == sum((len(i) + 1) // engine.alignment for i in asked)
     engine.copiers[bad].drop_stores = 0.0
     for ids in asked:
         engine.drop_gpu_cache()
@@ -145,7 +148,7 @@ def test_random_clients(
         copier.drop_stores = 0.1
         copier.max_delay = 2 + 3 * number
         # In a pipeline, too, later steps are under way: such a step cannot be taken back.
-        copier.fail_ahead = 0.0 if async_scheduling or parallel else 0.2
+        copier.fail_ahead = 0.0 if async_scheduling or parallel is STAGES else 0.2
     workload(engine, seed, 60)
     engine.assert_at_rest()
     assert total(engine, names.HIT_TOKENS) > 0
