@@ -74,7 +74,9 @@ def check_hits(report: dict, span: int) -> None:
 @pytest.mark.slow
 def test_ranks_that_divide_the_tokens_of_a_block(tmp_path: Path, folder: Path) -> None:
     """Decode context parallelism: a block of 32 tokens on each of two ranks spans 64 tokens."""
-    model = write_weights(write_config(tmp_path / "model", {**TINY_QWEN2, "num_key_value_heads": 1}))
+    model = write_weights(
+        write_config(tmp_path / "model", {**TINY_QWEN2, "num_key_value_heads": 1})
+    )
     span = 2 * BLOCK
     cold = [0] * len(LENGTHS)
     warm = [(length - 1) // span * span for length in LENGTHS]

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.toy_asking import ask, prompt, total, workload
-from tests.engine.toy_groups import WrongRead
+from tests.engine.made_configs import WITH_RECURRENT_STATES
+from tests.engine.toy_asking import ask, assert_tier_is_right, prompt, total, workload
+from tests.engine.toy_groups import EXPORTED_STATE, STATE, WrongRead
 from tests.engine.toy_ranks import RankedToyEngine
 from tests.patience import mostly_slow
 from vllm_tiered_kv.errors import CudaError
@@ -85,7 +86,8 @@ def test_a_block_that_one_rank_did_not_store_is_a_miss(
     dropped = total(engine, names.DROPPED_BLOCKS, "cpu", DropReason.COPY_FAILED.value)
     assert dropped > 0
     # What the other rank has stored all of counts for nothing.
-    assert total(engine, names.STORED_BLOCKS) + dropped == sum((len(i) + 1) // engine.alignment for i in asked)
+    full = sum((len(ids) + 1) // engine.alignment for ids in asked)
+    assert total(engine, names.STORED_BLOCKS) + dropped == full
     engine.copiers[bad].drop_stores = 0.0
     for ids in asked:
         engine.drop_gpu_cache()
@@ -115,6 +117,35 @@ def test_a_load_is_over_when_the_slowest_rank_is_done(
         ask(engine, prompt(rng, 61))  # would be given the blocks that are still written
         engine.run()
         engine.assert_at_rest()
+
+
+@WITH_RECURRENT_STATES
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"hash_size": 2}, {"block_size": 8, "block_sizes": (4, 8)}],
+    ids=["same_blocks", "fine_hashes", "same_spans"],
+)
+@pytest.mark.parametrize("state", [STATE, EXPORTED_STATE])
+def test_random_clients_of_hybrids_whose_states_are_not_divided(
+    tiny_model: Path, async_scheduling: bool, state: int, shape: dict
+) -> None:
+    engine = RankedToyEngine(
+        tiny_model,
+        async_scheduling,
+        windows=(None, state),
+        gpu_blocks=28,  # forces preemption
+        cpu_blocks=60,
+        parallel_config=TURNS,
+        **shape,
+    )
+    for copier in engine.copiers:
+        copier.fail_every = 0.05
+        copier.drop_stores = 0.1
+    workload(engine, 5, 60)
+    engine.assert_at_rest()
+    assert assert_tier_is_right(engine)
+    assert total(engine, names.HIT_TOKENS) > 0
+    assert sum(r.num_preemptions for r in engine.requests.values()) > 0
 
 
 @EITHER_KIND

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -118,12 +119,15 @@ def fingerprint(
 
 def _interleave(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, int]:
     """Returns how many consecutive tokens a rank holds before those of the next one, with decode
-    context parallelism. vLLM settles it in the workers only, hence the copy of its configuration."""
+    context parallelism. Before 0.33 vLLM settles this number only in its workers, so that it is
+    settled here in a copy of the configuration."""
     if vllm_config.parallel_config.decode_context_parallel_size == 1:
         return {}
     settled = copy.copy(vllm_config)
     settled.parallel_config = copy.copy(vllm_config.parallel_config)
-    settled.adjust_dcp_kv_cache_interleave_size(kv_cache_config)
+    adjust = settled.adjust_dcp_kv_cache_interleave_size
+    takes_config = "kv_cache_config" in inspect.signature(adjust).parameters  # before 0.33
+    adjust(kv_cache_config if takes_config else kv_cache_config.kv_cache_groups)
     return {"interleave": settled.parallel_config.cp_kv_cache_interleave_size}
 
 
