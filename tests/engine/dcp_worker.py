@@ -9,6 +9,7 @@ a few hundred tokens, and stands in for it in the processes of its workers.
 import vllm.v1.worker.cpu.shm  # noqa: F401 # isort: skip
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class DcpAttention(CPUAttentionBackendImpl):
             return output  # vLLM measures its memory
         assert self.num_kv_heads == 1
         starts = attn_metadata.starts
-        for number, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
+        for number, (start, stop) in enumerate(pairwise(starts)):
             parts = [self._attend(query[start:stop], key[start:stop], value[start:stop], True)]
             if attn_metadata.contexts[number]:
                 own = attn_metadata.own_contexts[number]
@@ -144,24 +145,23 @@ def _slots_of_tokens(
     block_table: torch.Tensor,
     block_table_stride: int,
     slot_mapping: torch.Tensor,
-    KV_CACHE_BLOCK_SIZE: int,  # noqa: N803 the names are vLLM's
-    TOTAL_CP_WORLD_SIZE: int,  # noqa: N803
-    TOTAL_CP_RANK: int,  # noqa: N803
-    CP_KV_CACHE_INTERLEAVE_SIZE: int,  # noqa: N803
-    PAD_ID: int,  # noqa: N803
-    BLOCK_SIZE: int,  # noqa: N803
+    block_size: int,
+    ranks: int,
+    rank: int,
+    interleave: int,
+    pad: int,
+    threads: int,
 ) -> None:
     """Where a rank keeps each token, as vLLM's Triton kernel computes it. vLLM's own replacement
     for machines without Triton knows no context parallelism."""
     lengths = query_start_loc[1:] - query_start_loc[:-1]
     requests = torch.arange(len(lengths)).repeat_interleave(lengths)
     at = positions[:num_tokens]
-    span = KV_CACHE_BLOCK_SIZE * TOTAL_CP_WORLD_SIZE
-    turn, place = at % span // CP_KV_CACHE_INTERLEAVE_SIZE, at % CP_KV_CACHE_INTERLEAVE_SIZE
-    offset = turn // TOTAL_CP_WORLD_SIZE * CP_KV_CACHE_INTERLEAVE_SIZE + place
-    slots = block_table[requests, at // span].long() * KV_CACHE_BLOCK_SIZE + offset
-    slot_mapping[:num_tokens] = slots.where(turn % TOTAL_CP_WORLD_SIZE == TOTAL_CP_RANK, PAD_ID)
-    slot_mapping[num_tokens:max_num_tokens] = PAD_ID
+    turn, place = at % (block_size * ranks) // interleave, at % interleave
+    block = block_table[requests, at // (block_size * ranks)].long()
+    slots = block * block_size + turn // ranks * interleave + place
+    slot_mapping[:num_tokens] = slots.where(turn % ranks == rank, pad)
+    slot_mapping[num_tokens:max_num_tokens] = pad
 
 
 register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{DcpAttentionBackend.__name__}")
