@@ -306,7 +306,6 @@ ROWS = (
         "Prefill context parallelism (`--prefill-context-parallel-size`)",
         State.LEFT_ALONE,
         ("tests/engine/test_support_engine.py::test_other_engines_are_left_alone",),
-        "vLLM runs it with MLA and Model Runner V2 only, on at least two GPUs",
         says="prefill context parallelism",
     ),
     Row(

@@ -133,10 +133,9 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         return f"speculative decoding with {speculative.method} is not supported so far"
     parallel = vllm_config.parallel_config
     if parallel.prefill_context_parallel_size > 1:
-        # vLLM 0.32 runs it for MLA, with Model Runner V2, on at least two GPUs: not tried here.
         return (
-            "prefill context parallelism (PCP) is not supported so far; decode context parallelism "
-            "(DCP) alone is cached"
+            "prefill context parallelism (PCP), which vLLM runs only with MLA and on several GPUs, "
+            "is not tested with the cache; decode context parallelism (DCP) alone is cached"
         )
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return "ranks started by an external launcher do not report to one scheduler"
