@@ -102,6 +102,10 @@ def test_ranks_that_divide_the_tokens_of_a_block(tmp_path: Path, folder: Path) -
         hits = 2 * sum(warm) + sum(cached)
         assert report["counters"]["vllm:tiered_kv_hit_tokens"] == hits
     assert again["cold"] == other["device"]  # found in the daemon after a restart
+    # However the ranks divide them, the tokens attend to the same ones.
+    for one, another in zip(first["cold"], other["cold"], strict=True):
+        assert one["tokens"] == another["tokens"]
+        assert one["logprobs"] == pytest.approx(another["logprobs"], abs=1e-3)
 
 
 @pytest.mark.slow
