@@ -45,18 +45,6 @@ def run_ranks(model: Path, settings: dict, **options: str) -> dict:
     )
 
 
-@RANKS
-@pytest.mark.slow
-def test_two_ranks(random_model: Path, settings: dict) -> None:
-    report = run_ranks(random_model, settings)
-
-    assert [answer["cached"] for answer in report["cold"]] == [0, 0, 0]
-    check_hits(report, BLOCK)
-    # The last round hits as well: nothing told the index that the bytes were changed.
-    hits = 2 * sum((length - 1) // BLOCK * BLOCK for length in LENGTHS)
-    assert report["counters"]["vllm:tiered_kv_hit_tokens"] == hits
-
-
 def check_hits(report: dict, span: int) -> None:
     """From the tier as from vLLM's own prefix cache, by both ranks."""
     expected = [(length - 1) // span * span for length in LENGTHS]
@@ -69,6 +57,18 @@ def check_hits(report: dict, span: int) -> None:
     for changed, right in zip(report["corrupted"], report["tier"], strict=True):
         assert changed["cached"] == right["cached"]
         assert changed["logprobs"] != right["logprobs"]
+
+
+@RANKS
+@pytest.mark.slow
+def test_two_ranks(random_model: Path, settings: dict) -> None:
+    report = run_ranks(random_model, settings)
+
+    assert [answer["cached"] for answer in report["cold"]] == [0, 0, 0]
+    check_hits(report, BLOCK)
+    # The last round hits as well: nothing told the index that the bytes were changed.
+    hits = 2 * sum((length - 1) // BLOCK * BLOCK for length in LENGTHS)
+    assert report["counters"]["vllm:tiered_kv_hit_tokens"] == hits
 
 
 @pytest.mark.slow
