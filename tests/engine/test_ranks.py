@@ -152,8 +152,8 @@ def test_random_clients_of_hybrids_whose_states_are_not_divided(
 @pytest.mark.parametrize("seed", mostly_slow(range(3), 1))
 @pytest.mark.parametrize(
     "options",
-    [{}, {"store_delay": 4}, {"store": "lazy", "lazy_window": 24}],
-    ids=["eager", "slow", "lazy"],
+    [{}, {"store_delay": 4}, {"store": "lazy", "lazy_window": 24}, {"reuse_partial_tail": True}],
+    ids=["eager", "slow", "lazy", "tails"],
 )
 def test_random_clients(
     tiny_model: Path,
