@@ -1,5 +1,5 @@
-"""Ranks of a tensor or a pipeline that fail apart from each other: a hit counts only where all of
-them have it."""
+"""Ranks that fail apart from each other: a hit counts only where all of them have it. They divide
+heads, layers, or the tokens of a block (decode context parallelism)."""
 
 from __future__ import annotations
 
