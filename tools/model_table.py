@@ -284,10 +284,28 @@ ROWS = (
         says="routed experts of all tokens",
     ),
     Row(
-        "Context parallelism",
+        "Decode context parallelism (`--decode-context-parallel-size`)",
+        State.CACHED,
+        (
+            "tests/engine/test_parallel.py::test_ranks_that_divide_the_tokens_of_a_block",
+            "tests/engine/test_ranks.py::test_random_clients",
+            "tests/engine/test_ranks.py"
+            "::test_random_clients_of_hybrids_whose_states_are_not_divided",
+            "tests/engine/test_namespace.py"
+            "::test_the_tokens_that_a_rank_holds_of_a_block_change_the_namespace",
+        ),
+        "a block stands for the tokens of all ranks of a DCP group, and blocks are shared only "
+        "between engines with the same number of ranks and the same interleave size; several DCP "
+        "groups with the same KV each store it. vLLM itself runs DCP with full attention, MLA and "
+        "recurrent layers, not with sliding windows or chunks. Its attention back-ends for CPUs "
+        "cannot run it: shown on CPUs for MQA with an attention of the tests' own, for recurrent "
+        "layers with vLLM's schedulers, and not yet on a GPU",
+    ),
+    Row(
+        "Prefill context parallelism (`--prefill-context-parallel-size`)",
         State.LEFT_ALONE,
         ("tests/engine/test_support_engine.py::test_other_engines_are_left_alone",),
-        says="context parallelism",
+        says="prefill context parallelism",
     ),
     Row(
         "Fault tolerance of expert parallelism (`--enable-fault-tolerance`)",

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm.config import WeightTransferConfig
+from vllm.config import KVTransferConfig, WeightTransferConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from tests.engine.engine_apart import connector
 from tests.engine.keyed_requests import flat, make_request
 from tests.engine.made_configs import engine_config, one_group
 from tests.models import TINY_LLAMA, write_config, write_model
@@ -82,6 +83,37 @@ def test_the_engine_changes_the_namespace(tmp_path: Path) -> None:
     # What does not touch the bytes of a block does not separate engines.
     for harmless in ({"max_num_seqs": 3}, {"max_model_len": 256}, {"served_model_name": "x"}):
         assert fingerprint(engine_config(model, **harmless), cache) == base, harmless
+
+
+def test_the_tokens_that_a_rank_holds_of_a_block_change_the_namespace(tmp_path: Path) -> None:
+    """Decode context parallelism: by how many ranks divide a block, and how."""
+    model = write_model(tmp_path / "model", num_key_value_heads=1)
+    alone = connector({})
+    nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    beside_nixl = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": [nixl]},
+    )
+
+    def namespace(ranks: int, transfer: KVTransferConfig = alone, **engine: object) -> bytes:
+        config = engine_config(
+            model, tensor_parallel_size=4, decode_context_parallel_size=ranks, **engine
+        )
+        config.kv_transfer_config = transfer
+        before = config.parallel_config.cp_kv_cache_interleave_size
+        found = fingerprint(config, one_group()).namespace()
+        assert config.parallel_config.cp_kv_cache_interleave_size == before
+        return found
+
+    spread = {n: namespace(2, cp_kv_cache_interleave_size=n) for n in (1, 4, 16)}
+    assert len({namespace(1), namespace(4), *spread.values()}) == 2 + len(spread)
+    assert namespace(2) == spread[1]
+    # The name before, and a neighbour for which vLLM sets whole blocks in its workers.
+    assert namespace(2, dcp_kv_cache_interleave_size=4) == spread[4]
+    assert namespace(2, beside_nixl) == spread[16]
+    # Without it there is nothing to divide.
+    assert namespace(1, cp_kv_cache_interleave_size=4) == namespace(1)
 
 
 def test_a_draft_model_changes_the_namespace_by_its_content(tmp_path: Path) -> None:

@@ -334,7 +334,12 @@ def test_engines_whose_blocks_cannot_be_divided_are_refused(
     config.parallel_config.world_size = 2
     with pytest.raises(ConfigError, match="with pipeline or context parallelism; remove it"):
         shards_per_rank(4, config, cache)
-    config.parallel_config.world_size = 1
+    config = sized(config, 2)
+    shards_per_rank(4, config, cache_of(config, 2))
+    config.parallel_config.decode_context_parallel_size = 2
+    with pytest.raises(ConfigError, match="with pipeline or context parallelism; remove it"):
+        shards_per_rank(4, config, cache_of(config, 2))
+    config = sized(engine_config(model), 1)
     drafts = mock.Mock(uses_draft_kv_cache=lambda: True)
     with mock.patch.object(config, "speculative_config", drafts):
         with pytest.raises(ConfigError, match="with draft layers"):

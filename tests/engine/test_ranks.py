@@ -1,5 +1,5 @@
-"""Ranks of a tensor or a pipeline that fail apart from each other: a hit counts only where all of
-them have it."""
+"""Ranks that fail apart from each other: a hit counts only where all of them have it. They divide
+heads, layers, or the tokens of a block (decode context parallelism)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.toy_asking import ask, prompt, total, workload
-from tests.engine.toy_groups import WrongRead
+from tests.engine.made_configs import WITH_RECURRENT_STATES
+from tests.engine.toy_asking import ask, assert_tier_is_right, prompt, total, workload
+from tests.engine.toy_groups import EXPORTED_STATE, STATE, WrongRead
 from tests.engine.toy_ranks import RankedToyEngine
 from tests.patience import mostly_slow
 from vllm_tiered_kv.errors import CudaError
@@ -19,7 +20,10 @@ from vllm_tiered_kv.metrics.names import DropReason
 pytestmark = pytest.mark.usefixtures("step_loads")
 
 STAGES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
-EITHER_KIND = pytest.mark.parametrize("parallel", [{}, STAGES], ids=["tensor", "pipeline"])
+TURNS = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 2}
+EITHER_KIND = pytest.mark.parametrize(
+    "parallel", [{}, STAGES, TURNS], ids=["tensor", "pipeline", "decode_context"]
+)
 EITHER_RANK = pytest.mark.parametrize("bad", [0, 1], ids=["first-rank", "second-rank"])
 
 
@@ -52,7 +56,7 @@ def test_a_load_that_one_rank_cannot_do_is_recomputed_on_all(
     ask(engine, ids)
     engine.drop_gpu_cache()
     engine.copiers[bad].fail_every = engine.copiers[bad].fail_ahead = 1.0
-    if step_loads == "auto" and (async_scheduling or parallel):
+    if step_loads == "auto" and (async_scheduling or parallel is STAGES):
         with pytest.raises(CudaError):  # such a step cannot be taken back
             ask(engine, ids)
         return
@@ -82,7 +86,8 @@ def test_a_block_that_one_rank_did_not_store_is_a_miss(
     dropped = total(engine, names.DROPPED_BLOCKS, "cpu", DropReason.COPY_FAILED.value)
     assert dropped > 0
     # What the other rank has stored all of counts for nothing.
-    assert total(engine, names.STORED_BLOCKS) + dropped == sum((len(i) + 1) // 4 for i in asked)
+    full = sum((len(ids) + 1) // engine.alignment for ids in asked)
+    assert total(engine, names.STORED_BLOCKS) + dropped == full
     engine.copiers[bad].drop_stores = 0.0
     for ids in asked:
         engine.drop_gpu_cache()
@@ -114,12 +119,41 @@ def test_a_load_is_over_when_the_slowest_rank_is_done(
         engine.assert_at_rest()
 
 
+@WITH_RECURRENT_STATES
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"hash_size": 2}, {"block_size": 8, "block_sizes": (4, 8)}],
+    ids=["same_blocks", "fine_hashes", "same_spans"],
+)
+@pytest.mark.parametrize("state", [STATE, EXPORTED_STATE])
+def test_random_clients_of_hybrids_whose_states_are_not_divided(
+    tiny_model: Path, async_scheduling: bool, state: int, shape: dict
+) -> None:
+    engine = RankedToyEngine(
+        tiny_model,
+        async_scheduling,
+        windows=(None, state),
+        gpu_blocks=28,  # forces preemption
+        cpu_blocks=60,
+        parallel_config=TURNS,
+        **shape,
+    )
+    for copier in engine.copiers:
+        copier.fail_every = 0.05
+        copier.drop_stores = 0.1
+    workload(engine, 5, 60)
+    engine.assert_at_rest()
+    assert assert_tier_is_right(engine)
+    assert total(engine, names.HIT_TOKENS) > 0
+    assert sum(r.num_preemptions for r in engine.requests.values()) > 0
+
+
 @EITHER_KIND
 @pytest.mark.parametrize("seed", mostly_slow(range(3), 1))
 @pytest.mark.parametrize(
     "options",
-    [{}, {"store_delay": 4}, {"store": "lazy", "lazy_window": 24}],
-    ids=["eager", "slow", "lazy"],
+    [{}, {"store_delay": 4}, {"store": "lazy", "lazy_window": 24}, {"reuse_partial_tail": True}],
+    ids=["eager", "slow", "lazy", "tails"],
 )
 def test_random_clients(
     tiny_model: Path,
@@ -145,7 +179,7 @@ def test_random_clients(
         copier.drop_stores = 0.1
         copier.max_delay = 2 + 3 * number
         # In a pipeline, too, later steps are under way: such a step cannot be taken back.
-        copier.fail_ahead = 0.0 if async_scheduling or parallel else 0.2
+        copier.fail_ahead = 0.0 if async_scheduling or parallel is STAGES else 0.2
     workload(engine, seed, 60)
     engine.assert_at_rest()
     assert total(engine, names.HIT_TOKENS) > 0

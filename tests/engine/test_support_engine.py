@@ -157,7 +157,7 @@ def test_other_engines_are_left_alone() -> None:
     said = why_not_cacheable(bare_config(model_config=diffusion), groups(FULL))
     assert "diffusion" in (said or "")
     for changes, reason in (
-        ({"decode_context_parallel_size": 2}, "context parallelism"),
+        ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ({"distributed_executor_backend": "external_launcher"}, "external launcher"),
         ({"enable_fault_tolerance": True}, "fault tolerance"),
     ):

@@ -79,11 +79,11 @@ def _assert_tail_is_right(engine: ToyEngine, request_id: str) -> bool:
     request, group = engine.requests[request_id], engine.groups[0]
     keys = engine.half._key_maker.keys_for(request)
     may_have_tail = len(engine.groups) == 1 and not group.is_recurrent
-    tail = tail_of(request, keys, group.block_size) if may_have_tail else None
+    tail = tail_of(request, keys, group.span) if may_have_tail else None
     if tail is None or not engine.half.index.match_prefix([tail.key]):
         return False
     slot = engine.half.index.slot_of(tail.key)
-    right = engine._truth[request_id][tail.position * group.block_size : tail.end]
+    right = engine._truth[request_id][group.own(tail.position * group.span, tail.end)]
     for layer in range(3):
         stored = group.rows(engine.arena[slot][layer])[: len(right)]
         assert (stored == group.kv(right, layer)).all()

@@ -40,7 +40,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.engine.delayed_copier import LAYERS, DelayedCopier
-from tests.engine.toy_groups import EXPORTED_STATE, Chunks, ToyGroup, kv_cache_config
+from tests.engine.toy_groups import EXPORTED_STATE, Chunks, ToyGroup, is_state, kv_cache_config
 from vllm_tiered_kv.connector import assembly
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.device.arena import Arena
@@ -143,14 +143,23 @@ class ToyEngine:
         config.scheduler_config.async_scheduling = self.async_scheduling
         config.scheduler_config.max_num_batched_tokens = self.max_tokens_per_step
         sizes = self.block_sizes or [self.block_size] * len(self.windows)
+        parallel = config.parallel_config
         self.groups = [
-            ToyGroup(number, window, size, self.block_size * 8)
+            ToyGroup(
+                number,
+                window,
+                size,
+                self.block_size * 8,
+                1 if is_state(window) else parallel.decode_context_parallel_size,
+                parallel.cp_kv_cache_interleave_size,
+            )
             for number, (window, size) in enumerate(zip(self.windows, sizes, strict=True))
         ]
-        self.alignment = math.lcm(*sizes)
+        spans = [group.span for group in self.groups]
+        self.alignment = math.lcm(*spans)
         if any(group.is_recurrent for group in self.groups):
             config.cache_config.mamba_cache_mode = "align"
-        hash_size = self.hash_size or min(sizes)
+        hash_size = self.hash_size or min(spans)
         self.kv_cache_config = kv_cache_config(self.groups, self.gpu_blocks, hash_size)
         self.kv_cache_config.kv_tp_replicas = self.replicas
         if self.retention is not None:
@@ -400,9 +409,9 @@ class ToyEngine:
         for group, blocks in zip(self.groups, running.blocks, strict=True):
             if half is not None and half._step_loads._invalid_blocks & set(blocks):
                 # It computes wrong KV from invalid blocks. vLLM is told and rewinds the request.
-                table, place = group.table(blocks, stop)
+                (table, place), written = group.table(blocks, stop), group.own(start, stop)
                 for cache in self.caches:
-                    group.rows(cache)[table[start:], place[start:]] = -4
+                    group.rows(cache)[table[written], place[written]] = -4
                 return [VOCAB]
             group.forward(
                 request_id, self.caches, blocks, right, range(start, stop), self._before_layer

@@ -41,6 +41,10 @@ class Chunks:
     tokens: int
 
 
+def is_state(window: int | Chunks | None) -> bool:
+    return window in (STATE, EXPORTED_STATE)
+
+
 class WrongRead(AssertionError):
     """The model would attend to KV that does not belong to its tokens."""
 
@@ -51,8 +55,21 @@ class ToyGroup:
 
     group_id: int
     window: int | Chunks | None
-    block_size: int  # tokens
+    block_size: int  # tokens that one rank holds of a block
     page: int  # bytes of a block in one layer, the same in all groups
+    ranks: int = 1  # that divide the tokens of each block: decode context parallelism
+    interleave: int = 1  # tokens of one of them before those of the next
+    rank: int = 0  # whose caches the group works on
+
+    @property
+    def span(self) -> int:
+        """The tokens of a block on all ranks."""
+        return self.block_size * self.ranks
+
+    def own(self, first: int, stop: int) -> np.ndarray:
+        """Those of these tokens that the rank holds."""
+        at = np.arange(first, stop)
+        return at[at % self.span // self.interleave % self.ranks == self.rank]
 
     @property
     def layers(self) -> list[str]:
@@ -60,7 +77,7 @@ class ToyGroup:
 
     @property
     def is_recurrent(self) -> bool:
-        return self.window in (STATE, EXPORTED_STATE)
+        return is_state(self.window)
 
     def first_read(self, end: int) -> int:
         """The first token that the token after the first `end` ones attends to, by definition."""
@@ -126,15 +143,17 @@ class ToyGroup:
 
     def block(self, right: np.ndarray, position: int, layer: int) -> np.ndarray:
         """The right content of a full block."""
-        first, stop = position * self.block_size, (position + 1) * self.block_size
+        first, stop = position * self.span, (position + 1) * self.span
         if self.is_recurrent:
             return self.state(right, stop, layer)
-        return self.kv(right[first:stop], layer)
+        return self.kv(right[self.own(first, stop)], layer)
 
     def table(self, blocks: Sequence[int], stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """The block and the offset within it, for each of the first `stop` tokens."""
+        """The block and the offset within it, on the rank that holds it, for each of the first
+        `stop` tokens."""
         at = np.arange(stop)
-        return np.array(blocks)[at // self.block_size], at % self.block_size
+        turns, place = np.divmod(at % self.span, self.interleave)
+        return np.array(blocks)[at // self.span], turns // self.ranks * self.interleave + place
 
     def forward(
         self,
@@ -154,17 +173,18 @@ class ToyGroup:
         first = self.first_read(start)
         if not table[first:stop].all():
             raise WrongRead(f"{name} has no block for a token it needs")
+        read, written = self.own(first, start), self.own(start, stop)
         for layer, cache in enumerate(caches):
             before_layer(layer)
             rows, kv = self.rows(cache), self.kv(right[:stop], layer)
-            differs = rows[table[first:start], place[first:start]] != kv[first:start]
+            differs = rows[table[read], place[read]] != kv[read]
             wrong = np.flatnonzero(differs.any(axis=1) if differs.ndim > 1 else differs)
             if len(wrong):
                 raise WrongRead(
-                    f"{name} reads wrong KV at token {first + wrong[0]} of {start}, "
+                    f"{name} reads wrong KV at token {read[wrong[0]]} of {start}, "
                     f"group {self.group_id}"
                 )
-            rows[table[start:], place[start:]] = kv[start:]
+            rows[table[written], place[written]] = kv[written]
 
     def migrate(self, caches: Sequence[np.ndarray], blocks: Sequence[int], span: range) -> None:
         """Copies the state before the tokens of `span` to the block where they write theirs, which

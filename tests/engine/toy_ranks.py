@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from unittest import mock
 
 import numpy as np
@@ -95,6 +95,7 @@ class RankedToyEngine(ToyEngine):
         self._rank = number
         self.worker, self.caches, self.arena = rank.worker, rank.caches, rank.arena
         self.copier, self._running = rank.copier, rank.running
+        self.groups = [replace(group, rank=number % group.ranks) for group in self.groups]
 
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         outputs: list[ModelRunnerOutput | None] = []

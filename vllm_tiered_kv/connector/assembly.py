@@ -56,6 +56,7 @@ from vllm_tiered_kv.connector.worker.kv_layout import (
     chunked_groups,
     first_forward_clears,
     group_block_bytes,
+    group_block_sizes,
     group_windows,
     recurrent_groups,
 )
@@ -118,7 +119,7 @@ def make_scheduler_half(
         draft_lookahead=lookahead,
         drops_last_block=speculative is not None and speculative.use_eagle_block_drop(),
     )
-    block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+    block_sizes = group_block_sizes(kv_cache_config, vllm_config.parallel_config)
     lazy = _lazy_store(config, vllm_config, block_sizes)
     shards = shards_per_rank(config.portable_shards, vllm_config, kv_cache_config)
     namespace = fingerprint(

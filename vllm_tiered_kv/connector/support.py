@@ -132,10 +132,10 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     if speculative is not None and speculative.method not in _SPECULATIVE_METHODS:
         return f"speculative decoding with {speculative.method} is not supported so far"
     parallel = vllm_config.parallel_config
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+    if parallel.prefill_context_parallel_size > 1:
         return (
-            "context parallelism (DCP, PCP), where each rank holds other tokens of a block, is not "
-            "supported so far"
+            "prefill context parallelism (PCP), which vLLM runs only with MLA and on several GPUs, "
+            "is not tested with the cache; decode context parallelism (DCP) alone is cached"
         )
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return "ranks started by an external launcher do not report to one scheduler"

@@ -10,7 +10,9 @@ change single rows of them. So are adapters, which are small.
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -109,9 +111,24 @@ def fingerprint(
             "pp": parallel.pipeline_parallel_size,
             "dcp": parallel.decode_context_parallel_size,
             "pcp": parallel.prefill_context_parallel_size,
+            **_interleave(vllm_config, kv_cache_config),
         },
         tenant=tenant,
     )
+
+
+def _interleave(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, int]:
+    """Returns how many consecutive tokens a rank holds before those of the next one, with decode
+    context parallelism. Before 0.33 vLLM settles this number only in its workers, so that it is
+    settled here in a copy of the configuration."""
+    if vllm_config.parallel_config.decode_context_parallel_size == 1:
+        return {}
+    settled = copy.copy(vllm_config)
+    settled.parallel_config = copy.copy(vllm_config.parallel_config)
+    adjust = settled.adjust_dcp_kv_cache_interleave_size
+    takes_config = "kv_cache_config" in inspect.signature(adjust).parameters  # before 0.33
+    adjust(kv_cache_config if takes_config else kv_cache_config.kv_cache_groups)
+    return {"interleave": settled.parallel_config.cp_kv_cache_interleave_size}
 
 
 def model_digest(vllm_config: VllmConfig) -> str:

@@ -12,6 +12,7 @@ from vllm_tiered_kv.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
+    from vllm.config import ParallelConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 
@@ -25,6 +26,17 @@ def group_block_bytes(kv_cache_config: KVCacheConfig) -> list[int]:
             _unpadded_bytes(_layer_spec(group.kv_cache_spec, name))
             for name in _own_layers(kv_cache_config, group.layer_names)
         )
+        for group in kv_cache_config.kv_cache_groups
+    ]
+
+
+def group_block_sizes(kv_cache_config: KVCacheConfig, parallel: ParallelConfig) -> list[int]:
+    """Returns the tokens that a block stands for, per group. With decode context parallelism (DCP)
+    these are more than a rank holds of it: the ranks of a DCP group divide its tokens."""
+    from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
+
+    return [
+        resolve_dcp_kv_block_size(group.kv_cache_spec, parallel.decode_context_parallel_size)
         for group in kv_cache_config.kv_cache_groups
     ]
 
