@@ -78,6 +78,18 @@ def test_prompts_limited_per_step_are_computed_once(
     assert total(engine, names.SHARED_PREFIX_TOKENS) > 0.9 * (K - 2) * LENGTH
 
 
+def test_last_part_of_a_prompt_is_computed_once(tiny_model: Path, async_scheduling: bool) -> None:
+    """Followers find what vLLM has planned for the leader in the same step; the rest is as large as
+    the leader's part of a step."""
+    part, length = 64, 384
+    chunks = {"long_prefill_token_threshold": part}
+    steps = {"max_tokens_per_step": 4 * part, "engine_args": chunks}
+    engine = engine_of(tiny_model, async_scheduling, **steps)
+    ask_together(engine, prompts(length, 0))
+    assert engine.computed <= length + (K - 1) * HIT_SIZES[None,]
+    assert outcomes(engine) == {"served": K - 1}
+
+
 @pytest.mark.parametrize("windows", [(None,), (None, 16)], ids=str)
 def test_prompts_that_load_the_same_head_compute_the_rest_once(
     tiny_model: Path, async_scheduling: bool, windows: tuple[int | None, ...]

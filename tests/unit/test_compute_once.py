@@ -145,11 +145,17 @@ def test_small_gain_is_not_waited_for() -> None:
 
 
 def test_leader_far_behind_the_tiers_is_not_waited_for(engine: Engine) -> None:
-    """The follower would wait for six blocks to save two."""
-    engine.admit("a", "A8")
-    assert not engine.waits("b", "A6B2", had=4)
-    engine.step(a=2)
-    assert engine.waits("b", "A6B2", had=4)
+    """The follower would wait for 45 blocks, several steps, to save nine."""
+    engine.admit("a", "A9A9A9A9A9A9")
+    assert not engine.waits("b", "A9A9A9A9A9B2", had=36)
+    engine.step(a=16)
+    assert engine.waits("b", "A9A9A9A9A9B2", had=36)
+
+
+def test_what_vllm_has_planned_in_this_step_counts_as_computed(engine: Engine) -> None:
+    """A step takes 16 blocks. The position of the leader follows when the step is complete."""
+    engine.admit("a", "A9A9A9")
+    assert engine.waits("b", "A9A9B2", had=14)
 
 
 @pytest.mark.parametrize("end", ["finished", "restarted"])

@@ -252,7 +252,10 @@ class ComputeOnce:
             if is_ahead and leader.keys[block] == keys[block]:
                 shared = self._block_size * _shared(leader.keys, keys, block, min(leader.end, stop))
                 saved = shared - had
-                if saved > self._min_tokens and shared - leader.position <= _MAX_DETOUR * saved:
+                # What vLLM has planned for the leader in this very step is found already, but
+                # `position` follows only when the step is complete.
+                position = max(leader.position, min(had, leader.position + self._step_tokens))
+                if saved > self._min_tokens and shared - position <= _MAX_DETOUR * saved:
                     return leader, shared
         return None
 
