@@ -351,7 +351,12 @@ class RemoteStore:
                 return None
             try:
                 memory = SharedMemory.attach(
-                    path, self.identity, self._caller.settings, self.breaker, self._timeout
+                    path,
+                    self.identity,
+                    self._caller.settings,
+                    self.breaker,
+                    self._timeout,
+                    self._caller.record_error,
                 )
             except ArenaError as error:
                 absent = self.address.why_absent()
@@ -364,7 +369,6 @@ class RemoteStore:
                     )
                     self._attach_not_before = time.monotonic() + _ATTACH_AGAIN_S
                 return None
-            memory.on_error = self._caller.record_error
             self._memory.append(memory)
             return memory
 
