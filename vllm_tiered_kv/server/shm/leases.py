@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Lease:
+    """Slots that one request leased, or one reserved slot."""
+
     slots: list[PinnedSlot]
     nbytes: int
     is_reservation: bool = False
