@@ -26,7 +26,7 @@ from vllm_tiered_kv.server.net.connections import Connections
 from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory
 from vllm_tiered_kv.server.net.reactor import Reactor
-from vllm_tiered_kv.server.net.sessions import Listener, Sessions
+from vllm_tiered_kv.server.net.sessions import Listener
 
 MIB = 1 << 20
 MEMORY = ("--memory", "32MiB")  # messages of 8 MiB at most
@@ -176,16 +176,7 @@ def test_disconnect_without_descriptors_is_retried(
     request.addfinalizer(lambda: context.destroy(linger=0))
     network = NetworkMemory(MIB, MIB)
     connections = Connections(
-        Reactor(),
-        context,
-        ClientLimits.of_memory(32 * MIB),
-        network,
-        1,
-        30,
-        Recorder(),
-        Sessions(1, 60.0, lambda session: None),
-        on_client_shed=lambda peer, why: None,
-        on_closed=lambda peer: None,
+        Reactor(), context, ClientLimits.of_memory(32 * MIB), network, 1, 30, Recorder()
     )
     listener = Listener(context.socket(zmq.ROUTER), "tcp://", False)
     theirs, ours = socket.socketpair()

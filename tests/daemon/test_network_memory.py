@@ -21,7 +21,7 @@ from vllm_tiered_kv.server.net.connections import Connections, _Connection
 from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory, request_cost
 from vllm_tiered_kv.server.net.reactor import Reactor
-from vllm_tiered_kv.server.net.sessions import Listener, Peer, Sessions
+from vllm_tiered_kv.server.net.sessions import Listener, Peer
 from vllm_tiered_kv.wire.codec import encode_request
 
 MIB = 1 << 20
@@ -93,18 +93,7 @@ def test_requests_of_departed_clients_do_not_disconnect_others(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     reactor = Reactor()
     limits = ClientLimits.of_memory(MIB)
-    connections = Connections(
-        reactor,
-        context,
-        limits,
-        network,
-        10,
-        30.0,
-        Recorder(),
-        Sessions(10, 60.0, lambda session: None),
-        on_client_shed=lambda peer, why: None,
-        on_closed=lambda peer: None,
-    )
+    connections = Connections(reactor, context, limits, network, 10, 30.0, Recorder())
     closed: list[int] = []
     monkeypatch.setattr(connections, "_disconnect", closed.append)
     connections._open[7] = _Connection(LISTENER, inode=0, identity=b"\1")

@@ -16,7 +16,7 @@ from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory
 from vllm_tiered_kv.server.net.outbox import Outbox
 from vllm_tiered_kv.server.net.reactor import Reactor
-from vllm_tiered_kv.server.net.sessions import Listener, Peer, Sessions
+from vllm_tiered_kv.server.net.sessions import Listener, Peer
 from vllm_tiered_kv.stores.memory import MemoryStore
 
 MIB = 1 << 20
@@ -59,18 +59,7 @@ def test_blocks_sent_to_dead_client_are_released(
         outbox.drop(peer)
 
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        connections = Connections(
-            reactor,
-            context,
-            limits,
-            network,
-            10,
-            60.0,
-            Recorder(),
-            Sessions(10, 60.0, lambda session: None),
-            on_client_shed=lambda peer, why: None,
-            on_closed=lambda peer: None,
-        )
+        connections = Connections(reactor, context, limits, network, 10, 60.0, Recorder())
         outbox = Outbox(
             reactor,
             memory,

@@ -107,7 +107,7 @@ class Daemon:
             min(for_connections(), options.max_sessions + _EXTRA_CONNECTIONS),
             options.stall_timeout,
             self._recorder,
-            self._sessions,
+            has_session=lambda peer: self._sessions.get(peer) is not None,
             on_client_shed=lambda peer, why: self._gateway.drop_client(peer, why),
             on_closed=lambda peer: self._outbox.connection_closed(peer),
         )

@@ -39,7 +39,7 @@ from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory
 from vllm_tiered_kv.server.net.reactor import Reactor
 from vllm_tiered_kv.server.net.receiver import Message
-from vllm_tiered_kv.server.net.sessions import Listener, Peer, Sessions
+from vllm_tiered_kv.server.net.sessions import Listener, Peer
 from vllm_tiered_kv.wire.limits import MAX_HEADER_BYTES
 
 logger = logging.getLogger(__name__)
@@ -91,16 +91,13 @@ class Connections:
         max_connections: int,
         stall_s: float,
         recorder: Recorder,
-        sessions: Sessions,
-        on_client_shed: Callable[[Peer, str], None],
-        on_closed: Callable[[Peer], None],
+        has_session: Callable[[Peer], bool] = lambda peer: True,
+        on_client_shed: Callable[[Peer, str], None] = lambda peer, why: None,
+        on_closed: Callable[[Peer], None] = lambda peer: None,
     ) -> None:
         """`on_client_shed` is called with the reason for a client that is disconnected because
         messages use too much memory; `on_closed` when the connection of a client has ended."""
         self._reactor = reactor
-        self._sessions = sessions
-        self._on_client_shed = on_client_shed
-        self._on_closed = on_closed
         self._network = network
         self._stall_s = stall_s
         self._context = context
@@ -120,6 +117,9 @@ class Connections:
         self._last_shed_log = 0.0
         self._peak = 0  # of network memory, since the last trim
         self._quiet_s = 0.0
+        self.has_session = has_session
+        self.on_client_shed = on_client_shed
+        self.on_closed = on_closed
         network.on_excess = self._schedule_shed
         reactor.after(_CHECK_INTERVAL_S, self._check)
 
@@ -186,7 +186,7 @@ class Connections:
             if self._by_peer.get(peer) == descriptor:
                 del self._by_peer[peer]
                 self._network.mark_departed(peer)
-                self._on_closed(peer)
+                self.on_closed(peer)
 
     def _add(self, listener: Listener, descriptor: int) -> None:
         try:
@@ -276,7 +276,7 @@ class Connections:
             network.unfinished -= one.unfinished
             network.mark_disconnected(peer)
             self._disconnect(descriptor)
-            self._on_client_shed(peer, "network memory is full and this client uses the most")
+            self.on_client_shed(peer, "network memory is full and this client uses the most")
             self._recorder.add(names.CLIENTS_DROPPED, 1)
             self._shed_count += 1
         self._has_shed = True
@@ -335,11 +335,9 @@ class Connections:
 
     def _session_fault(self, connection: _Connection, elapsed: float) -> str | None:
         identity = connection.identity
-        if identity is not None:
-            session = self._sessions.get(Peer(connection.listener, identity))
-            if session is not None:
-                connection.without_session_s = 0.0
-                return None
+        if identity is not None and self.has_session(Peer(connection.listener, identity)):
+            connection.without_session_s = 0.0
+            return None
         connection.without_session_s += elapsed
         if connection.without_session_s > _HELLO_TIMEOUT_S:
             return f"no hello for {_HELLO_TIMEOUT_S:g} s"
