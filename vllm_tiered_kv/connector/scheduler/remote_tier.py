@@ -63,10 +63,12 @@ class RemoteTier:
         keep_copies: bool,
         num_workers: int = 1,
         shards_per_rank: int = 1,
+        on_missing: Callable[[Sequence[BlockKey]], None] | None = None,
     ) -> None:
         """`keep_copies`: blocks loaded from a daemon are stored in the CPU tier too. `num_workers`
         exceeds the number of shards if workers hold replicas. Daemons hold a rank's block in
-        `shards_per_rank` pieces."""
+        `shards_per_rank` pieces. `on_missing` is called with blocks that daemons lack, or hold
+        after a gap, so that no request can load them."""
         self._num_workers = num_workers
         self._cluster = cluster
         self._lookups = lookups
@@ -78,9 +80,7 @@ class RemoteTier:
         self.keep_copies = keep_copies
         self._has_windows = any(group.window is not None for group in tier.groups)
         self._arenas_of_rank: dict[int, Mapping[bytes, int]] = {}
-        self.on_missing: Callable[[Sequence[BlockKey]], None] | None = None
-        """Called with blocks that daemons lack, or hold after a gap, so that nobody can load
-        them."""
+        self._on_missing = on_missing
         self._probes: list[ProbeJob] = []
         self._probe_deadline = 0.0
 
@@ -176,8 +176,8 @@ class RemoteTier:
         self._lookups.poll(state.remote.lookup)
         if state.remote.lookup.is_pending:
             return None
-        if was_pending and self.on_missing is not None:
-            self._report_missing(state, limit, self.on_missing)
+        if was_pending and self._on_missing is not None:
+            self._report_missing(state, limit, self._on_missing)
         state.remote.lookup.renewable = True
         answer = state.remote.answer
         return answer.positions() if answer is not None else [range(0)] * len(self._groups)
