@@ -219,7 +219,7 @@ class RemoteStore:
         self, keys: Sequence[BlockKey], owner: bytes, ttl_s: float, deadline: float
     ) -> ClaimResult:
         """Announces that this client computes these blocks, or with `ttl_s` 0 that it no longer
-        does. Without an answer, or at a daemon without claims, nothing is claimed by anybody."""
+        does. Without an answer, or at a daemon without claims, no client has a claim."""
         result = ClaimResult()
 
         def ask(connection: Connection) -> None:
