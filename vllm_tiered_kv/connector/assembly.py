@@ -203,7 +203,7 @@ def make_scheduler_half(
     prefetch = pin = None
     if remote is not None and lookups is not None:
         prefetch = Prefetch(tier, lookups, config.pin_share, into_cpu=remote.keep_copies)
-        pin = remote.pin
+        pin = lookups.pin
     retention = Retention(tier, config.pin_share, pin, prefetch)
     return SchedulerHalf(
         config,

@@ -11,7 +11,6 @@ import numpy as np
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
 from vllm_tiered_kv.connector.scheduler.remote_lookups import (
-    ChainPart,
     RemoteLookups,
     RemoteSpan,
 )
@@ -256,10 +255,6 @@ class RemoteTier:
                 self._probes = [ProbeJob(name, group.group_id, part.address, tuple(keys))]
                 self._probe_deadline = time.monotonic() + _MAX_PROBE_DELAY_S
                 return
-
-    def pin(self, parts: Sequence[ChainPart], hold_s: float) -> None:
-        """Lets daemons keep these blocks in their memory for a time. Never blocks."""
-        self._lookups.pin(parts, hold_s)
 
     def take_jobs(self, scheduled: Mapping[str, int]) -> tuple[list[PutJob], list[ProbeJob]]:
         """Returns the jobs planned since the last call; `scheduled`: this step's tokens by request.
