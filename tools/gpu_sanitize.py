@@ -39,13 +39,13 @@ EXCLUDED = (
     # They query a stream while it sleeps. Instrumented launches may wait for the stream, and so do
     # allocations of torch without its memory pool, see `environment`.
     "a_stream_waits_for_an_event",
-    "a_store_reads_after_earlier_compute",
+    "store_reads_after_earlier_compute",
     "a_load_waits_for_the_fence",
     "the_forward_waits_for_what_is_loaded",
     "a_step_waits_for_what_began",
     "all_that_was_under_way",
-    "a_store_may_read_what_is_written",
-    "who_waits_for_an_earlier_store",
+    "store_may_read_what_writers_that_do_not_wait",
+    "wait_for_an_earlier_store_does",
     "a_load_behind_a_fence",
     "the_oldest_of_too_large_a_backlog",
     "a_channel_reads_shared_memory",

@@ -231,7 +231,7 @@ ROWS = (
         State.CACHED,
         (
             _kinds("test_images"),
-            "tests/engine/test_request_keys.py::test_images_are_told_apart_by_identifier_and_place",
+            "tests/engine/test_request_keys.py::test_keys_differ_by_image_identifier_and_position",
         ),
     ),
     Row("Prompt embeddings", State.CACHED, (_kinds("test_prompt_embeddings"),)),
@@ -318,7 +318,7 @@ ROWS = (
         State.LEFT_ALONE,
         (
             "tests/engine/test_support_engine.py"
-            "::test_a_pipeline_whose_stages_are_not_heard_is_left_alone",
+            "::test_pipeline_whose_stages_do_not_report_is_uncached",
         ),
         says="legacy Ray executor",
     ),

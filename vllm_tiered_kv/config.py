@@ -78,6 +78,8 @@ class LoadPolicy(str, enum.Enum):
 
 
 class Eviction(str, enum.Enum):
+    """Which block leaves a full CPU tier."""
+
     LRU = "lru"
     S3FIFO = "s3fifo"
 

@@ -233,7 +233,7 @@ def quotas(default: dict[str, int], help: str) -> Any:
 
 
 def mapping(default: dict[str, Any] | None, help: str) -> Any:
-    """What belongs to somebody else, who checks it: names and values."""
+    """Options of another program, which checks them: names and values."""
     return _option(default, Kind(_parse_mapping, lambda value: "", "MAP", "map"), help)
 
 

@@ -156,7 +156,7 @@ def test_a_bound_pool_and_a_reset_reach_ours(tiny_model: Path) -> None:
     engine.assert_conforms()
 
 
-def test_statistics_of_ours_are_told_apart(tiny_model: Path) -> None:
+def test_our_statistics_are_distinguished_from_those_of_others(tiny_model: Path) -> None:
     engine = SharedEngine(tiny_model)
     engine.add(IDS, 6)
     engine.run()

@@ -60,7 +60,7 @@ def test_namespaces_have_claims_of_their_own(start: StartDaemon, connect: Connec
     assert second.ask(claim(keys(8), OTHER, 60_000)).count == 8
 
 
-def test_claim_of_blocks_behind_free_ones_is_told_in_full(claims: Claims) -> None:
+def test_claim_behind_free_blocks_is_reported_in_full(claims: Claims) -> None:
     assert claims.take(names(4, start=4), ONE, 5.0) == (4, 0, 0.0)
     assert claims.take(names(10), OTHER, 9.0) == (4, 4, 5.0)
 
@@ -84,7 +84,7 @@ def test_extended_claim_does_not_end_before(claims: Claims, now: list[float]) ->
     assert claims.take(names(4), OTHER, 5.0) == (0, 4, 2.0)
 
 
-def test_full_table_grants_no_claims_and_makes_nobody_wait(
+def test_full_table_grants_no_claims_and_causes_no_waits(
     claims: Claims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims_module, "_MAX_CLAIMS", 6)

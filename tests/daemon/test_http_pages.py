@@ -93,7 +93,7 @@ def test_the_page_tells_version_start_health_and_bytes_by_namespace(
     assert "forged" not in {line.split()[0] for line in found}
 
 
-def test_metrics_with_a_token_are_for_those_who_send_it(start: StartDaemon, folder: Path) -> None:
+def test_metrics_with_token_require_it(start: StartDaemon, folder: Path) -> None:
     daemon = start(
         *("--memory", "16MiB", "--http", "127.0.0.1:0", "--http-token", str(token_file(folder)))
     )

@@ -11,6 +11,7 @@ from vllm_tiered_kv.core.store import PutItem, StoreKey
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.native.zmq_sender import make_zmq_sender
 from vllm_tiered_kv.server.net import outbox as outbox_module
+from vllm_tiered_kv.server.net.connections import Connections
 from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory
 from vllm_tiered_kv.server.net.outbox import Outbox
@@ -50,17 +51,26 @@ def test_blocks_sent_to_dead_client_are_released(
     memory = MemoryStore(4 * MIB)
     memory.put([PutItem(KEY, None, memoryview(bytes(SIZE)))])
     reactor = Reactor()
-    outbox = Outbox(
-        reactor, memory, ClientLimits.of_memory(4 * MIB), Recorder(), NetworkMemory(MIB, MIB), 0.1
-    )
+    limits, network = ClientLimits.of_memory(4 * MIB), NetworkMemory(MIB, MIB)
     gone: list[str] = []
 
     def forget(peer: Peer, why: str) -> None:
         gone.append(why)
         outbox.drop(peer)
 
-    outbox.on_client_lost = forget
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        connections = Connections(reactor, context, limits, network, 10, 60.0, Recorder())
+        outbox = Outbox(
+            reactor,
+            memory,
+            limits,
+            Recorder(),
+            network,
+            connections,
+            0.1,
+            on_client_lost=forget,
+            on_room_freed=lambda: None,
+        )
         router.router_mandatory = True
         router.linger = 0
         port = router.bind_to_random_port("tcp://127.0.0.1")

@@ -217,7 +217,7 @@ def test_leases_survive_eviction_and_end_with_process(
 
 def test_leaseholder_is_silent_until_it_is_seen() -> None:
     memory = MemoryStore(1 << 20)
-    leases = Leases(memory, ClientLimits.of_memory(1 << 20), stall_s=60)
+    leases = Leases(memory, ClientLimits.of_memory(1 << 20), 60, lambda attachment: None)
     holder = Attachment(bytes(16), 1, -1, "test")
     leases.attach(holder)
     holder.last_seen -= 61
@@ -228,7 +228,7 @@ def test_leaseholder_is_silent_until_it_is_seen() -> None:
     lease = leases.reserve(holder, slot)
     assert lease is not None
     assert leases.silent() == [holder]
-    leases.was_seen(holder)
+    holder.was_seen()
     assert leases.silent() == []
     holder.last_seen -= 61
     leases.release(holder, [lease])

@@ -65,7 +65,7 @@ def test_facts_are_those_of_status_with_history_and_clients(
     assert len(history["rows"][0]) == len(history["columns"])
 
 
-def test_the_daemon_takes_samples_while_nobody_looks(start: StartDaemon) -> None:
+def test_history_is_sampled_without_viewers(start: StartDaemon) -> None:
     daemon = start("--memory", "16MiB", *HTTP)
     eventually(lambda: len(facts_of(daemon.http)["history"]["rows"]) >= 2)
     first, second = facts_of(daemon.http)["history"]["rows"][:2]
@@ -74,7 +74,7 @@ def test_the_daemon_takes_samples_while_nobody_looks(start: StartDaemon) -> None
     assert (rest["first"], rest["rows"][0]) == (1, second)
 
 
-def test_clients_are_told_apart_by_name_and_process(start: StartDaemon, connect: Connect) -> None:
+def test_clients_are_listed_by_name_and_process(start: StartDaemon, connect: Connect) -> None:
     daemon = start("--memory", "16MiB", *HTTP)
     attached = attach(daemon.ipc_path)
     engine = connect(daemon.ipc, client="engine", arena=attached.token)

@@ -68,7 +68,14 @@ def test_flush_without_new_threads_works(refuse: Refuse) -> None:
 
 def test_requests_without_new_threads_run_once(refuse: Refuse) -> None:
     """A request answered as failed must not run later: its pins would leak."""
-    store = TieredStore(4 * MIB, None, None, Recorder())
+    go_on = threading.Event()
+    store = TieredStore(
+        4 * MIB,
+        None,
+        None,
+        Recorder(),
+        on_deleted=lambda deleted: go_on.wait(PATIENCE_S) and None,
+    )
     answers: list[int] = []
     answered = threading.Semaphore(0)
 
@@ -77,9 +84,7 @@ def test_requests_without_new_threads_run_once(refuse: Refuse) -> None:
         answered.release()
 
     keys = [StoreKey(bytes(16) + n.to_bytes(8, "little")) for n in range(3)]
-    go_on = threading.Event()
     try:
-        store.on_deleted = lambda deleted: go_on.wait(PATIENCE_S) and None
         assert store.memory.put([PutItem(keys[0], None, memoryview(bytes(4096)))])
         store.delete(keys[:1], done)  # keeps a thread
         refuse(100)

@@ -218,7 +218,7 @@ def test_second_signal_kills_servers_at_once(up: Any) -> None:
     assert "daemon ended with status 0" in run.text
 
 
-def test_up_stops_although_nobody_reads_what_it_prints(up: Any) -> None:
+def test_up_with_unread_output_stops(up: Any) -> None:
     run = up("talking")
     run.wait_for("all is ready")
     daemon = run.child_running("vllm_tiered_kv.server.cli")

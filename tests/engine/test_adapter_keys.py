@@ -27,7 +27,7 @@ def with_adapter(name: str, path: Path | str, number: int = 1) -> list[BlockKey]
     return flat(make_request(lora_request=LoRARequest(name, number, str(path))))
 
 
-def test_adapters_are_told_apart_by_their_files(tmp_path: Path) -> None:
+def test_keys_differ_by_adapter_files(tmp_path: Path) -> None:
     one = write_adapter(tmp_path / "one", b"1" * 50)
     copy = write_adapter(tmp_path / "copy", b"1" * 50)
     other = write_adapter(tmp_path / "other", b"2" * 50)
@@ -122,7 +122,7 @@ def test_files_that_are_changed_and_changed_back(tmp_path: Path) -> None:
     assert keys(moved, load_inplace=True) == before
 
 
-def test_an_adapter_in_place_of_another_that_nobody_can_read(tmp_path: Path) -> None:
+def test_unreadable_adapter_in_place_of_another_is_unsupported(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "one", b"1" * 50)
     maker = KeyMaker(NAMESPACE, (BLOCK,))
     lora = LoRARequest("a", 1, str(folder))

@@ -187,7 +187,7 @@ def test_a_step_with_a_prefill_does_not_look_at_it(
     engine.assert_at_rest()
 
 
-def test_nobody_waits_for_what_the_request_before_left_behind(
+def test_deferred_stores_of_earlier_requests_do_not_delay_a_request(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     """Asynchronous scheduling plans a step in which nothing is computed before the answer comes."""

@@ -84,7 +84,7 @@ def test_the_first_step_after_a_request_already_loads_it(
     toy.close()
 
 
-def test_a_load_waits_for_nobody_when_every_rank_has_mapped_what_was_leased(
+def test_load_of_leased_blocks_that_all_ranks_mapped_does_not_wait(
     tiny_model: Path, daemon: DaemonProcess
 ) -> None:
     (asked,) = prompts(9, 1)
@@ -245,7 +245,7 @@ def _finish_on_the_device(toy: ToyEngine, prompt: list[int]) -> None:
         _finish_on_the_device,
     ],
 )
-def test_what_was_leased_comes_back_however_it_ends(
+def test_leases_are_released_however_the_request_ends(
     tiny_model: Path, daemon: DaemonProcess, end: Callable[[ToyEngine, list[int]], None]
 ) -> None:
     asked = prompts(2, 3)

@@ -228,7 +228,7 @@ def test_engines_that_promise_the_same_bits_share_only_among_themselves(
     assert len(set(found)) == len(found)
 
 
-def test_weights_that_were_replaced_while_an_engine_loaded_are_nobody_elses(
+def test_weights_replaced_while_an_engine_loads_are_not_shared(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write_model(tmp_path / "model")
@@ -251,7 +251,7 @@ def test_weights_that_were_replaced_while_an_engine_loaded_are_nobody_elses(
 
 
 @pytest.mark.parametrize("setting", [None, "weight_transfer_config", "worker_extension_cls"])
-def test_weights_that_may_come_from_elsewhere_are_nobody_elses(
+def test_weights_that_may_come_from_elsewhere_are_not_shared(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, setting: str | None
 ) -> None:
     """A trainer sends them before the first request, when there is no cache to be reset yet. Often

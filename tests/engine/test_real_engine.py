@@ -86,7 +86,7 @@ def test_everything_at_once(fresh: RealEngine) -> None:
     fresh.assert_at_rest()
 
 
-def test_a_batch_is_stored_though_nobody_steps_after_its_last_output(fresh: RealEngine) -> None:
+def test_batch_is_stored_without_steps_after_its_last_output(fresh: RealEngine) -> None:
     """`LLM.generate` in the engine's own process: prompts of several chunks, all at once."""
     prompts = [[3 + (7 * n + 11 * i * i) % 40 for i in range(608 + n)] for n in range(8)]
     cold = fresh.ask(prompts, 2, together=True)

@@ -55,7 +55,7 @@ def test_daemons_are_reached_before_the_first_request(tiny_model: Path) -> None:
         toy.close()
 
 
-def test_a_daemon_that_answers_no_greeting_holds_nobody_up(tiny_model: Path) -> None:
+def test_daemon_without_answer_to_hello_delays_no_request(tiny_model: Path) -> None:
     """As one that has bound its address and is still reading its disk."""
     with FaultyDaemon(lambda *_: []) as mute:
         toy = engine_at(tiny_model, mute.address, extra={"remote_load_timeout": 120})
@@ -218,7 +218,7 @@ def test_a_daemon_that_dies_and_comes_back_empty(
     toy.close()
 
 
-def test_a_daemon_that_is_not_there_is_told_from_one_that_has_nothing(
+def test_absent_daemon_is_distinguished_from_empty_one(
     tiny_model: Path, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     daemon = DaemonProcess(folder, "--memory", "16MiB")

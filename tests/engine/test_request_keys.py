@@ -215,7 +215,7 @@ def with_images(*images: MultiModalFeatureSpec, **how: Any) -> list[BlockKey]:
     return flat(make_request(mm_features=list(images)), **how)
 
 
-def test_images_are_told_apart_by_identifier_and_place() -> None:
+def test_keys_differ_by_image_identifier_and_position() -> None:
     base = with_images(image("a", 40, 40))
     assert with_images(image("a", 40, 40)) == base
     assert differ_from(base, flat(make_request())) == 40 // BLOCK
@@ -286,7 +286,7 @@ def embeds(seed: int = 0, length: int = 70) -> torch.Tensor:
     return torch.randn(length, 8, generator=torch.Generator().manual_seed(seed))
 
 
-def test_prompt_embeddings_are_told_apart_by_content() -> None:
+def test_keys_differ_by_content_of_prompt_embeddings() -> None:
     base = flat(make_request(None, prompt_embeds=embeds()))
     assert len(base) == 70 // BLOCK
     assert flat(make_request(None, prompt_embeds=embeds())) == base

@@ -133,7 +133,7 @@ def test_requests_that_arrive_together_load_in_one_step(
     engine.assert_at_rest()
 
 
-def test_failed_step_load_is_recomputed_by_all_who_share_it(tiny_model: Path) -> None:
+def test_failed_step_load_is_recomputed_by_all_requests_that_share_it(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model)
     rng = random.Random(4)
     shared = prompt(rng, 20)

@@ -174,7 +174,7 @@ def test_speculating_engines_are_cached(method: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["ray", "vllm.v1.executor.ray_executor.RayDistributedExecutor"])
-def test_a_pipeline_whose_stages_are_not_heard_is_left_alone(
+def test_pipeline_whose_stages_do_not_report_is_uncached(
     monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     def said(stages: int) -> str | None:
@@ -239,7 +239,7 @@ def test_hybrids_with_recurrent_layers_keep_the_layout_that_vllm_chooses(
     assert layouts == ["BLHNC", None]
 
 
-def test_a_model_that_is_left_alone_is_told_so_and_runs(
+def test_uncached_model_runs_and_the_log_says_why(
     tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = ToyEngine(tiny_model).config

@@ -103,7 +103,7 @@ def test_a_tail_is_stored_when_all_of_its_tokens_are_there(
     assert_tier_is_right(engine)
 
 
-def test_who_starts_over_behind_the_prompt_has_no_tail(tiny_model: Path, step_loads: str) -> None:
+def test_request_restarted_behind_its_prompt_has_no_tail(tiny_model: Path, step_loads: str) -> None:
     """Where the prompt ended the request has written more: that is another block."""
     engine = tailed(tiny_model)
     ids = seeded_prompt(2, 30)

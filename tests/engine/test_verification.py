@@ -221,7 +221,7 @@ def test_a_request_that_ends_too_soon_leaves_blocks_unverified(tiny_model: Path)
     engine.close()
 
 
-def test_a_request_that_lost_its_adapter_accuses_nobody(tiny_model: Path) -> None:
+def test_request_with_lost_adapter_reports_no_mismatch(tiny_model: Path) -> None:
     """It computes with another one by then."""
     engine = ToyEngine(tiny_model, cpu_blocks=256, max_tokens_per_step=8, extra_config=ALWAYS)
     ids = seeded_prompt(1)
@@ -302,7 +302,7 @@ def test_after_a_reset_nothing_is_believed(tiny_model: Path) -> None:
     engine.close()
 
 
-def test_blocks_vllm_was_told_are_invalid_accuse_nobody(tiny_model: Path) -> None:
+def test_blocks_reported_invalid_to_vllm_report_no_mismatch(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model, cpu_blocks=256, extra_config=ALWAYS)
     engine.copier.max_delay = 8
     ids = seeded_prompt(1)
@@ -322,7 +322,7 @@ def test_blocks_vllm_was_told_are_invalid_accuse_nobody(tiny_model: Path) -> Non
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(8), 2))
-def test_whatever_happens_nothing_leaks_and_nobody_is_accused(
+def test_random_events_leak_nothing_and_report_no_mismatch(
     tiny_model: Path, seed: int, async_scheduling: bool
 ) -> None:
     """Random prompts, aborts, preemptions, resets, failed loads and dropped copies."""

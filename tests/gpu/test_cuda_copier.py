@@ -152,7 +152,7 @@ def test_neighbouring_slots_travel_together_across_pieces(bench: Bench) -> None:
     assert [bench.slot(5 + n) for n in range(40)] == truth
 
 
-def test_a_store_reads_after_earlier_compute_and_before_whoever_waits(bench: Bench) -> None:
+def test_store_reads_after_earlier_compute_and_before_writers_that_wait(bench: Bench) -> None:
     """Nothing waits on the host; the source may be overwritten behind `wait_for_stores`."""
     with torch.cuda.stream(bench.stream):
         bench.layers[0][0].fill_(1)  # loading a kernel for the first time waits for the device
@@ -190,7 +190,7 @@ def warm_up(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_store_may_read_what_is_written_by_who_does_not_wait(bench: Bench, waits: bool) -> None:
+def test_store_may_read_what_writers_that_do_not_wait_write(bench: Bench, waits: bool) -> None:
     warm_up(bench)
     before = bench.block(3)
     hold_stores_up(bench)
@@ -204,7 +204,7 @@ def test_a_store_may_read_what_is_written_by_who_does_not_wait(bench: Bench, wai
     assert bench.slot(0) == (before if waits else bytes([99]) * (LAYERS * PAGE))
 
 
-def test_who_waits_for_an_earlier_store_passes_later_ones(bench: Bench) -> None:
+def test_wait_for_an_earlier_store_does_not_wait_for_later_ones(bench: Bench) -> None:
     warm_up(bench)
     bench.copier.store(1, pairs([3], [0]))
     hold_stores_up(bench)
@@ -385,7 +385,7 @@ def test_nothing_begins_early_while_another_stream_computes(bench: Bench) -> Non
     assert not bench.copier.can_load_early()
 
 
-def test_what_follows_a_forward_waits_for_layers_nobody_asked_for(bench: Bench) -> None:
+def test_work_after_a_forward_waits_for_layers_that_were_not_awaited(bench: Bench) -> None:
     truth = in_slots(bench, 4)
     with torch.cuda.stream(bench.stream):
         bench.copier.fence()

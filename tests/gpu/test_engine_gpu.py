@@ -116,7 +116,7 @@ def test_a_tier_hit_is_a_device_hit(engine: RealEngine) -> None:
     )
 
 
-def test_a_batch_is_stored_though_nobody_steps_after_its_last_output(engine: RealEngine) -> None:
+def test_batch_is_stored_without_steps_after_its_last_output(engine: RealEngine) -> None:
     forget_all(engine)
     rng = random.Random(6)
     prompts = [[rng.randrange(1000, 150_000) for _ in range(10_240)] for _ in range(8)]

@@ -408,7 +408,7 @@ def test_gc_thread_collects_and_stops(tmp_path: Path) -> None:
         keys = chain_keys("a", 6)
         store.put(chain_items(keys, BLOCK))
         reports: list[GcReport] = []
-        thread = GcThread(SharedDirGc(store), 0.02, reports.append)
+        thread = GcThread(store, 0.02, reports.append)
         thread.start()
         wait_for(lambda: any(report.removed_blocks for report in reports))
         assert thread.stop(60)
@@ -422,7 +422,7 @@ def test_gc_thread_skips_round_after_another_host(tmp_path: Path) -> None:
         assert not SharedDirGc(store).due(HOUR)
         assert SharedDirGc(store).due(0.0)
         reports: list[GcReport] = []
-        thread = GcThread(SharedDirGc(store), 1000.0, reports.append)
+        thread = GcThread(store, 1000.0, reports.append)
         thread.start()
         thread.wake()  # but not where someone asked for it
         wait_for(lambda: bool(reports))
@@ -438,4 +438,4 @@ def test_collect_can_be_interrupted(tmp_path: Path) -> None:
 
 def test_gc_thread_never_started_can_be_stopped(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
-        assert GcThread(SharedDirGc(store), 1.0).stop()
+        assert GcThread(store, 1.0).stop()

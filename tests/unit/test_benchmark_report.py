@@ -219,7 +219,7 @@ def test_samples_survive_being_written() -> None:
 # ---- numbers -------------------------------------------------------------------------------------
 
 
-def test_two_modes_are_told_apart() -> None:
+def test_two_modes_are_distinguished() -> None:
     fast, slow = [11.0, 11.2, 11.4, 11.1, 11.9], [18.7, 19.0, 19.4]
     limit = fast_mode_limit([*slow, *fast])
     assert max(fast) < limit < min(slow)

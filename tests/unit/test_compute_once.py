@@ -245,7 +245,7 @@ def test_aborted_follower_is_counted_and_forgotten(engine: Engine) -> None:
     assert engine.outcomes() == {"aborted": 1}
 
 
-def test_forgotten_leaders_lead_nobody(engine: Engine) -> None:
+def test_forgotten_leaders_have_no_followers(engine: Engine) -> None:
     engine.admit("a", "A8")
     assert engine.waits("b", "A8")
     engine.once.forget_leaders()

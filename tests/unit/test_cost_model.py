@@ -374,7 +374,7 @@ def test_probes_do_not_pile_up() -> None:
     assert decisions == {Decision.PROBE: 1, Decision.RECOMPUTE: 63}
 
 
-def test_a_probe_that_is_never_heard_of_is_forgotten() -> None:
+def test_probe_without_report_is_forgotten() -> None:
     known = taught({})
     spans = [span(Tier.MEMORY, 10240)]
     first = known.choose(0.0, 0, spans)
@@ -412,7 +412,7 @@ def test_a_load_that_hangs_is_the_last_for_a_while() -> None:
     assert loads >= 20, "it is found again"
 
 
-def test_what_is_heard_of_late_counts_all_the_same() -> None:
+def test_late_report_of_a_probe_counts() -> None:
     """An engine that is idle for minutes hears of it with the next request, which has begun one."""
     known = taught({})
     loads = 0

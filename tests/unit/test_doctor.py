@@ -149,7 +149,7 @@ def test_a_folder_that_is_none_or_not_writable_is_an_error(tmp_path: Path) -> No
         ("tmpfs", None, Level.WARNING, "local disk"),
     ],
 )
-def test_a_disk_is_judged_by_speed_and_kind(
+def test_disk_is_rated_by_speed_and_kind(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     kind: str,
@@ -177,7 +177,7 @@ def test_a_disk_is_judged_by_speed_and_kind(
         (("vllm", "0.1.dev1+g1234"), Level.OK),  # a development build has no useful version
     ],
 )
-def test_vllm_releases_are_judged_as_by_the_connector(
+def test_vllm_releases_are_rated_as_by_the_connector(
     installed: tuple[str, str] | None, level: Level
 ) -> None:
     assert only(doctor.check_vllm(installed)).level is level

@@ -127,7 +127,7 @@ def make(daemon: DaemonProcess) -> Worker:
     return Worker(daemon, store, LocalDaemon(store), regions, loader, device)
 
 
-def test_each_rank_reads_its_own_blocks_and_asks_nobody(worker: Worker) -> None:
+def test_each_rank_reads_its_own_blocks_without_a_request(worker: Worker) -> None:
     transfer = leased(worker.lease())
     before = requests_of(worker.daemon)
     assert worker.load(transfer) is None

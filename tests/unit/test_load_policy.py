@@ -180,7 +180,7 @@ def test_what_all_ranks_probed_is_learnt_from_the_slowest() -> None:
     assert speed.count == 3
 
 
-def test_what_is_held_and_computed_is_told_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+def test_recomputed_hits_are_logged_periodically(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vllm_tiered_kv")
     decider = ClockedDecider()
     spans = (Span(Tier.CPU, 20), Span(Tier.REMOTE, 400, {Tier.SSD: 1.0}))
@@ -202,7 +202,7 @@ def test_what_is_held_and_computed_is_told_now_and_then(caplog: pytest.LogCaptur
     assert not caplog.records
 
 
-def test_a_load_whose_end_is_not_told_is_not_waited_for() -> None:
+def test_load_without_reported_end_is_not_awaited() -> None:
     decider = ClockedDecider()
     admitted(decider, is_timed=False)
     assert decider._loads == {}
@@ -328,9 +328,7 @@ def test_a_failed_load_has_no_time_but_still_makes_others_wait() -> None:
 
 
 @pytest.mark.parametrize(("asked_after", "is_told"), [(0.9, True), (0.1, False)])
-def test_an_end_seen_late_is_told_only_if_it_cannot_be_far_off(
-    asked_after: float, is_told: bool
-) -> None:
+def test_late_end_is_reported_only_if_it_is_nearly_exact(asked_after: float, is_told: bool) -> None:
     times = LoadTimes(clock := Clock())
     times.begin("a", Tier.CPU)
     clock.now += asked_after

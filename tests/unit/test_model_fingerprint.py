@@ -174,7 +174,7 @@ def test_paperwork_changes_nothing(model: Path, name: str) -> None:
     assert digest(model) == before
 
 
-def test_what_a_tokenizer_is_told_counts_where_it_may_name_a_processor(model: Path) -> None:
+def test_tokenizer_settings_count_where_they_may_name_a_processor(model: Path) -> None:
     before = digest(model), digest(model, has_media=False)
     (model / "tokenizer_config.json").write_text('{"processor_class": "Other"}')
     assert digest(model) != before[0]

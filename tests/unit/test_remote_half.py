@@ -489,7 +489,7 @@ def test_without_a_daemon_nothing_is_pinned() -> None:
     assert tiers.dropped(DropReason.UNAVAILABLE) == 3
 
 
-def test_blocks_that_wait_while_their_daemon_goes_down_are_told_from_refused_ones() -> None:
+def test_blocks_waiting_for_a_daemon_that_dies_are_distinguished_from_refused_ones() -> None:
     tiers = Tiers(slots=8, queue_blocks=1)
     tiers.store(0, 3)
     (job,) = tiers.writes.take()

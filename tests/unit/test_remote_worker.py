@@ -210,7 +210,7 @@ def writer_to(
 
 
 @pytest.mark.parametrize("is_heard", [True, False])
-def test_a_put_that_a_daemon_refused_is_told_from_one_it_did_not_answer(is_heard: bool) -> None:
+def test_refused_put_is_distinguished_from_unanswered_one(is_heard: bool) -> None:
     def drop(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames] | None:
         if not isinstance(request, Put):
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -18,9 +19,11 @@ SLABS = 8
 PER_SLAB = 16
 
 
-def make(eviction: str = "lru") -> BlockIndex:
+def make(
+    eviction: str = "lru", quota_of: Callable[[bytes], int | None] | None = None
+) -> BlockIndex:
     slab = PER_SLAB * PAGE
-    return BlockIndex(SlabGeometry(SLABS * slab, slab, PAGE), eviction)
+    return BlockIndex(SlabGeometry(SLABS * slab, slab, PAGE), eviction, quota_of=quota_of)
 
 
 def name(number: int) -> bytes:
@@ -97,9 +100,7 @@ def test_reused_class_keeps_nothing_of_old_one() -> None:
 
 
 def with_quotas() -> BlockIndex:
-    index = make()
-    index.quota_of = lambda owner: None if owner == b"free" else PER_SLAB * PAGE
-    return index
+    return make(quota_of=lambda owner: None if owner == b"free" else PER_SLAB * PAGE)
 
 
 def test_quota_lasts_as_long_as_classes_of_owner() -> None:

@@ -121,7 +121,7 @@ def test_tensorized_weights_of_this_host_are_read(
     assert of("one") != of("two")
 
 
-def test_what_a_loader_is_told_counts(tmp_path: Path) -> None:
+def test_settings_of_a_loader_count(tmp_path: Path) -> None:
     """Of a plugin, too: nobody here knows what it makes of it."""
     folder = write_model(tmp_path / "model")
     base = digest(folder)

@@ -77,7 +77,7 @@ def search(
 
 @examples(300)
 @given(cases(), st.data())
-def test_the_longest_end_is_found_whoever_has_its_blocks(case: Case, data: st.DataObject) -> None:
+def test_window_search_finds_longest_end_over_all_tiers(case: Case, data: st.DataObject) -> None:
     """The daemon has what was sent to it: most of what the CPU tier has, and more."""
     limit = case.limit // case.alignment * case.alignment
     there = [here | set(range(0, 48, 3)) for here in case.here]

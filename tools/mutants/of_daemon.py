@@ -34,7 +34,7 @@ DAEMON = (
         "lambda: self._stopping)",
         "lambda: False)",
         "a daemon whose log nobody reads any more never ends, and neither does `tiered-kv up`",
-        ("tests/daemon/test_up.py::test_up_stops_although_nobody_reads_what_it_prints",),
+        ("tests/daemon/test_up.py::test_up_with_unread_output_stops",),
     ),
     Mutation(
         "claims-never-end",

@@ -17,6 +17,8 @@ _MAX_SECONDS = 7 * 86400
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps line breaks of descriptions; every command of `tiered-kv` uses it."""
+
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=100)
 

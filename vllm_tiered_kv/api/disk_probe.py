@@ -24,6 +24,8 @@ _PHASE_S = 2.0
 
 @dataclass(frozen=True)
 class DiskSpeed:
+    """What `measure` found."""
+
     write_bytes_per_s: float
     read_bytes_per_s: float
 

@@ -39,6 +39,8 @@ _NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "fuse.
 
 
 class Level(str, enum.Enum):
+    """How bad a finding is."""
+
     OK = "ok"
     NOTE = "note"  # worth knowing; nothing to do
     WARNING = "warning"  # works, but slower or with less than is there
@@ -47,6 +49,8 @@ class Level(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
+    """A line of `tiered-kv doctor`. Checks return some each."""
+
     check: str
     level: Level
     text: str

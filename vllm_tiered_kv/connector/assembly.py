@@ -64,6 +64,7 @@ from vllm_tiered_kv.connector.worker.number_formats import is_draft_layer
 from vllm_tiered_kv.connector.worker.remote_io import open_cluster
 from vllm_tiered_kv.connector.worker.worker_half import StepFacts, WorkerHalf
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.store import NAMESPACE_BYTES
 from vllm_tiered_kv.device.arena import memory_limit
 from vllm_tiered_kv.device.replica_arena import Replicas, share_memory
@@ -163,13 +164,23 @@ def make_scheduler_half(
         )
         replicas = replicas_of(kv_cache_config, vllm_config.parallel_config)
         cluster = open_cluster(config, identity)
-        remote, lookups = _remote_tier(config, cluster, tier, vllm_config, replicas, shards)
+        on_missing = events.missing if events is not None else None
+        remote, lookups = _remote_tier(
+            config, cluster, tier, vllm_config, replicas, shards, on_missing
+        )
         claims = RemoteClaims(cluster, config.remote_lookup_timeout)
     if config.verify_fraction:
         delete = lookups.delete if lookups is not None else None
         verification = Verification(config.verify_fraction, tier, engine.num_ranks, delete)
     load_policy = LoadDecider(config, tier, engine, lookups)
-    misses = MissCauses(tier, ghosts, load_policy.may_load, remote is not None)
+    once = _compute_once(config, vllm_config, tier, engine, load_policy, claims)
+    misses = MissCauses(
+        tier,
+        ghosts,
+        load_policy.may_load,
+        remote is not None,
+        once.is_computing if once is not None else None,
+    )
     loads = LoadPlanner(
         tier,
         StepLoadPolicy(config.step_loads, groups, ledger),
@@ -188,17 +199,12 @@ def make_scheduler_half(
     early = None
     if early_loads.is_possible(vllm_config, engine.steps_zero_blocks):
         early = early_loads.EarlyLoads(partial(find_worker, vllm_config), recorder)
-    once = _compute_once(config, vllm_config, tier, engine, loads, claims)
     if remote is not None:
         ledger.on_sent.append(index.mark_sent)
-    if once is not None:
-        misses.is_computing = once.is_computing
-    if events is not None and remote is not None:
-        remote.on_missing = events.missing
     prefetch = pin = None
     if remote is not None and lookups is not None:
         prefetch = Prefetch(tier, lookups, config.pin_share, into_cpu=remote.keep_copies)
-        pin = remote.pin
+        pin = lookups.pin
     retention = Retention(tier, config.pin_share, pin, prefetch)
     return SchedulerHalf(
         config,
@@ -223,7 +229,7 @@ def _compute_once(
     vllm_config: VllmConfig,
     tier: CpuTier,
     engine: EngineFacts,
-    loads: LoadPlanner,
+    load_policy: LoadDecider,
     claims: RemoteClaims | None,
 ) -> ComputeOnce | None:
     """Followers take blocks from vLLM's prefix cache. Without it there is nothing to wait for."""
@@ -237,7 +243,7 @@ def _compute_once(
         representative_group(tier.groups).block_size,
         engine.step_tokens,
         config.remote_load_timeout,
-        loads.load_policy.costs.compute_seconds,
+        load_policy.costs.compute_seconds,
         tier.recorder,
         int(engine.drops_last_block),
         claims,
@@ -251,6 +257,7 @@ def _remote_tier(
     vllm_config: VllmConfig,
     replicas: int,
     shards: int,
+    on_missing: Callable[[Sequence[BlockKey]], None] | None,
 ) -> tuple[RemoteTier, RemoteLookups]:
     """The daemons as the tier behind the CPU tier."""
     parallel = vllm_config.parallel_config
@@ -269,7 +276,9 @@ def _remote_tier(
     puts = RemotePuts(cluster, tier, min(config.remote_queue, capacity // 2))
     # A daemon on this host is as near as the CPU tier and holds one copy for all engines.
     keep_copies = not all(address.startswith("ipc://") for address in config.remote)
-    remote = RemoteTier(cluster, lookups, puts, tier, keep_copies, parallel.world_size, shards)
+    remote = RemoteTier(
+        cluster, lookups, puts, tier, keep_copies, parallel.world_size, shards, on_missing
+    )
     return remote, lookups
 
 

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 class BreakerState(enum.Enum):
+    """Whether calls go through."""
+
     CLOSED = enum.auto()  # calls go through
     OPEN = enum.auto()  # calls end at once
     HALF_OPEN = enum.auto()  # one call probes the server

@@ -16,6 +16,8 @@ PREFIX = "vllm:tiered_kv_"
 
 
 class Kind(enum.Enum):
+    """The type of a metric, in the words of Prometheus."""
+
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"  # of seconds
@@ -98,6 +100,8 @@ class MissCause(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Metric:
+    """A metric of the engine or, with another prefix, of the daemon."""
+
     name: str
     kind: Kind
     labels: tuple[str, ...]

@@ -188,8 +188,10 @@ class SharedMemory:
         settings: Settings,
         breaker: Breaker,
         timeout_s: float,
+        on_error: Callable[[Exception], None],
     ) -> None:
         self._attachment = attachment
+        self._on_error = on_error
         self._address = settings.address
         self._identity = identity
         self._breaker = breaker
@@ -212,8 +214,6 @@ class SharedMemory:
             on_late=self._release_late,
             on_hello=self._on_hello,
         )
-        self.on_error: Callable[[Exception], None] = lambda error: None
-        """Called with the error of a failed call."""
         self.on_unsettled: Callable[[], None] = lambda: None
         """Called when `settle` has something to do. It must not wait."""
         self.on_unmap: Callable[[], None] = lambda: None
@@ -227,13 +227,15 @@ class SharedMemory:
         settings: Settings,
         breaker: Breaker,
         timeout_s: float,
+        on_error: Callable[[Exception], None],
     ) -> SharedMemory:
-        """Maps the daemon's memory; raises ArenaError if the daemon does not share it."""
+        """Maps the daemon's memory; raises ArenaError if the daemon does not share it. `on_error`
+        is called with the error of a failed call."""
         attachment = attach(path, identity.client, settings.connect_timeout_s)
         # A heartbeat would end the session of a process that was stopped for a while, and lose the
         # replies to its requests. The attachment tells more reliably that the daemon is gone.
         settings = replace(settings, heartbeat=False)
-        return cls(attachment, identity, settings, breaker, timeout_s)
+        return cls(attachment, identity, settings, breaker, timeout_s, on_error)
 
     @property
     def arena(self) -> SharedArena:
@@ -499,7 +501,7 @@ class SharedMemory:
             return answer
         except (RemoteError, ProtocolError) as error:
             logger.debug("a lease call to daemon %s failed: %s", self._address, error)
-            self.on_error(error)
+            self._on_error(error)
             if isinstance(error, RemoteRefusal) and error.code is ErrorCode.NO_ARENA:
                 self._is_replaced = True
                 self._breaker.succeed(attempt)

@@ -219,7 +219,7 @@ class RemoteStore:
         self, keys: Sequence[BlockKey], owner: bytes, ttl_s: float, deadline: float
     ) -> ClaimResult:
         """Announces that this client computes these blocks, or with `ttl_s` 0 that it no longer
-        does. Without an answer, or at a daemon without claims, nothing is claimed by anybody."""
+        does. Without an answer, or at a daemon without claims, no client has a claim."""
         result = ClaimResult()
 
         def ask(connection: Connection) -> None:
@@ -351,7 +351,12 @@ class RemoteStore:
                 return None
             try:
                 memory = SharedMemory.attach(
-                    path, self.identity, self._caller.settings, self.breaker, self._timeout
+                    path,
+                    self.identity,
+                    self._caller.settings,
+                    self.breaker,
+                    self._timeout,
+                    self._caller.record_error,
                 )
             except ArenaError as error:
                 absent = self.address.why_absent()
@@ -364,7 +369,6 @@ class RemoteStore:
                     )
                     self._attach_not_before = time.monotonic() + _ATTACH_AGAIN_S
                 return None
-            memory.on_error = self._caller.record_error
             self._memory.append(memory)
             return memory
 

@@ -20,6 +20,7 @@ from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.histogram import Histogram
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.native.memory import keep_large_buffers
+from vllm_tiered_kv.server.net.admission import Admission
 from vllm_tiered_kv.server.net.connections import Connections
 from vllm_tiered_kv.server.net.curve import (
     Clients,
@@ -34,7 +35,7 @@ from vllm_tiered_kv.server.net.endpoints import (
     bind_arena_socket,
     check_endpoint,
 )
-from vllm_tiered_kv.server.net.gateway import ARENA_CAPABILITIES, CAPABILITIES, Gateway
+from vllm_tiered_kv.server.net.gateway import Gateway
 from vllm_tiered_kv.server.net.http import HttpServer, parse_address, read_token
 from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory
@@ -51,7 +52,6 @@ from vllm_tiered_kv.server.requests.pin_handlers import PinHandlers
 from vllm_tiered_kv.server.requests.server_stats import Sample, ServerStats, tier_samples
 from vllm_tiered_kv.server.shm.arena_server import ArenaServer
 from vllm_tiered_kv.server.shm.lease_handlers import ArenaHandlers
-from vllm_tiered_kv.server.shm.leases import Leases
 from vllm_tiered_kv.server.tiers import opening
 from vllm_tiered_kv.server.tiers.backing import BackingTier
 from vllm_tiered_kv.server.tiers.demotion import Unwritten
@@ -94,6 +94,11 @@ class Daemon:
         keep_large_buffers()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(options.io_threads)
         self._network = NetworkMemory(self._limits.network, self._limits.requests_per_client)
+        self._sessions = Sessions(
+            options.max_sessions,
+            _IDLE_SESSION_S,
+            lambda session: self._reactor.post(self._handlers.transfers.pump),
+        )
         self._connections = Connections(
             self._reactor,
             self._context,
@@ -102,6 +107,9 @@ class Daemon:
             min(for_connections(), options.max_sessions + _EXTRA_CONNECTIONS),
             options.stall_timeout,
             self._recorder,
+            has_session=lambda peer: self._sessions.get(peer) is not None,
+            on_client_shed=lambda peer, why: self._gateway.drop_client(peer, why),
+            on_closed=lambda peer: self._outbox.connection_closed(peer),
         )
         self._path_locks: list[SocketPathLock] = []
         self._listeners: list[Listener] = []
@@ -124,15 +132,30 @@ class Daemon:
         options, reactor = self.options, self._reactor
         self._recent_problems.attach()
         clients = self._open_sockets()
-        self._store = self._opened = opening.open_tiers(options, self._recorder)
+        self._store = self._opened = opening.open_tiers(
+            options,
+            self._recorder,
+            on_deleted=lambda keys: reactor.post(lambda: self._pins.void(keys)),
+        )
         self._store.collect_with(reactor.watch)
         memory = self._store.memory
         self._outbox = Outbox(
-            reactor, memory, self._limits, self._recorder, self._network, options.stall_timeout
+            reactor,
+            memory,
+            self._limits,
+            self._recorder,
+            self._network,
+            self._connections,
+            options.stall_timeout,
+            on_client_lost=lambda peer, why: self._gateway.drop_client(peer, why),
+            on_room_freed=lambda: self._handlers.transfers.pump(),
         )
-        self._outbox.disconnect = self._connections.disconnect
-        self._outbox.read_disconnects = self._connections.read_monitors
-        self._leases = Leases(memory, self._limits, options.stall_timeout)
+        self._arena = ArenaServer(
+            reactor, memory, self._limits, self._instance, options.stall_timeout
+        )
+        self._leases = self._arena.leases
+        for listening in self._arena_sockets:
+            self._arena.serve(listening)
         self._pins = Pins(memory, self._limits)
         self._claims = Claims()
         folder = Path(options.ssd) if options.ssd else None
@@ -155,30 +178,25 @@ class Daemon:
             self.info,
             self._stats.stats,
         )
-        self._sessions = Sessions(
-            options.max_sessions,
-            _IDLE_SESSION_S,
-            lambda session: reactor.post(self._handlers.transfers.pump),
+        admission = Admission(
+            self._sessions,
+            self._namespaces,
+            self._leases,
+            clients,
+            self._limits,
+            self._instance,
+            shares_memory=bool(self._arena_sockets),
         )
-        self._connections.has_session = lambda peer: self._sessions.get(peer) is not None
-        self._arena = ArenaServer(reactor, memory, self._leases, self._limits, self._instance)
-        for listening in self._arena_sockets:
-            self._arena.serve(listening)
-        capabilities = [*CAPABILITIES, *(ARENA_CAPABILITIES if self._arena_sockets else [])]
         self._gateway = Gateway(
             reactor,
             self._outbox,
             self._handlers,
             self._sessions,
-            self._namespaces,
-            self._leases,
+            admission,
             self._connections,
             self._network,
-            clients,
             self._limits,
             self._recorder,
-            self._instance,
-            capabilities,
             durations,
         )
         for listener in self._listeners:

@@ -37,6 +37,8 @@ Quotas = Mapping[str, int]
 
 
 class LogLevel(str, enum.Enum):
+    """The least severe messages that are logged."""
+
     DEBUG = "debug"
     INFO = "info"
     WARNING = "warning"

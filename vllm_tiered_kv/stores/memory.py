@@ -113,8 +113,9 @@ class MemoryStore:
         self.arena = SharedArena.create(capacity_bytes, huge_pages)
         capacity = self.arena.capacity_bytes
         self._geometry = SlabGeometry(capacity, default_slab(capacity, PAGE), PAGE)
-        self._index = BlockIndex(self._geometry, eviction, self._evicted, may_evict, is_below)
-        self._index.quota_of = quota_of
+        self._index = BlockIndex(
+            self._geometry, eviction, self._evicted, may_evict, is_below, quota_of=quota_of
+        )
         self._on_evict = on_evict
         self._quota_of = quota_of
         self._readable: dict[StoreKey, PinnedSlot] = {}

@@ -12,6 +12,8 @@ DEFAULT_PREFIX = "tiered-kv"
 
 
 class Address(NamedTuple):
+    """Host and port of a server in the URL of a store."""
+
     host: str
     port: int
 

@@ -65,6 +65,8 @@ def _require_count(count: int, max_count: int, noun: str) -> None:
 
 @dataclass(frozen=True)
 class Uint:
+    """A whole number within a range."""
+
     low: int = 0
     high: int = MAX_UINT64
 
@@ -79,6 +81,8 @@ class Uint:
 
 @dataclass(frozen=True)
 class Flag:
+    """True or false."""
+
     def check(self, value: Any, width: int = 0) -> Any:
         _require(value, bool, "true or false")
         return value
@@ -88,6 +92,8 @@ class Flag:
 
 @dataclass(frozen=True)
 class Text:
+    """Text of limited length."""
+
     max_chars: int = MAX_TEXT
 
     def check(self, value: Any, width: int = 0) -> Any:
@@ -109,6 +115,8 @@ class CutText(Text):
 
 @dataclass(frozen=True)
 class Bin:
+    """Bytes of one of a few lengths."""
+
     sizes: tuple[int, ...]
 
     def check(self, value: Any, width: int = 0) -> Any:
@@ -141,6 +149,8 @@ class Codes:
 
 @dataclass(frozen=True)
 class Choice:
+    """A member of an enumeration, sent as its value."""
+
     choices: type[enum.Enum]
 
     def encode(self, value: Any, width: int) -> Any:
@@ -273,6 +283,8 @@ class Parents(Keys):
 
 @dataclass(frozen=True)
 class Suffixes:
+    """Suffixes of equal length that complete each key of a request."""
+
     max_count: int
     max_bytes: int
 
@@ -293,6 +305,8 @@ class Suffixes:
 
 @dataclass(frozen=True)
 class Texts:
+    """A list of texts."""
+
     max_count: int
 
     def check(self, value: Any, width: int = 0) -> Any:

@@ -1,7 +1,7 @@
 """The vLLM settings that change what a model computes, as a canonical text.
 
 Every field of vLLM's configs counts unless it is listed here. A field that a newer vLLM adds thus
-separates engines until somebody has reviewed it. That costs hits; ignoring it by default could give
+separates engines until it has been reviewed. That costs hits; ignoring it by default could give
 wrong tokens.
 """
 

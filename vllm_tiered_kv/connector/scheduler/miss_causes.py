@@ -37,7 +37,14 @@ class MissCauses:
     """Builds the account of each admitted request and counts its computed tokens by cause. The load
     planner calls it, in the scheduler's thread."""
 
-    def __init__(self, tier: CpuTier, ghosts: Ghosts, may_load: bool, has_daemons: bool) -> None:
+    def __init__(
+        self,
+        tier: CpuTier,
+        ghosts: Ghosts,
+        may_load: bool,
+        has_daemons: bool,
+        is_computing: IsComputing | None = None,
+    ) -> None:
         """`may_load`: False if `load_policy` forbids loads."""
         self._tier = tier
         self._groups = sorted(tier.groups, key=lambda group: group.window is not None)
@@ -48,7 +55,7 @@ class MissCauses:
         self._ghosts = ghosts
         self._may_load = may_load
         self._has_daemons = has_daemons
-        self.is_computing: IsComputing = lambda request_id, keys, position: False
+        self._is_computing = is_computing or (lambda request_id, keys, position: False)
 
     def admitted(
         self, state: RequestState, match: Match, loaded: int, remote: int, asks_daemons: bool
@@ -146,7 +153,9 @@ class MissCauses:
         in_tier = self._index.lookup(keys[position])
         if in_tier is Lookup.HIT:
             return [Miss(MissCause.CONTROL, tokens, Tier.CPU)]
-        if in_tier is Lookup.PENDING or self.is_computing(state.request.request_id, keys, position):
+        if in_tier is Lookup.PENDING or self._is_computing(
+            state.request.request_id, keys, position
+        ):
             return [Miss(MissCause.PENDING, tokens)]
         if self._has_daemons:
             cause = self._why_daemons_say_nothing(state, asks_daemons)

@@ -11,7 +11,6 @@ import numpy as np
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
 from vllm_tiered_kv.connector.scheduler.remote_lookups import (
-    ChainPart,
     RemoteLookups,
     RemoteSpan,
 )
@@ -63,10 +62,12 @@ class RemoteTier:
         keep_copies: bool,
         num_workers: int = 1,
         shards_per_rank: int = 1,
+        on_missing: Callable[[Sequence[BlockKey]], None] | None = None,
     ) -> None:
         """`keep_copies`: blocks loaded from a daemon are stored in the CPU tier too. `num_workers`
         exceeds the number of shards if workers hold replicas. Daemons hold a rank's block in
-        `shards_per_rank` pieces."""
+        `shards_per_rank` pieces. `on_missing` is called with blocks that daemons lack, or hold
+        after a gap, so that no request can load them."""
         self._num_workers = num_workers
         self._cluster = cluster
         self._lookups = lookups
@@ -78,9 +79,7 @@ class RemoteTier:
         self.keep_copies = keep_copies
         self._has_windows = any(group.window is not None for group in tier.groups)
         self._arenas_of_rank: dict[int, Mapping[bytes, int]] = {}
-        self.on_missing: Callable[[Sequence[BlockKey]], None] | None = None
-        """Called with blocks that daemons lack, or hold after a gap, so that nobody can load
-        them."""
+        self._on_missing = on_missing
         self._probes: list[ProbeJob] = []
         self._probe_deadline = 0.0
 
@@ -176,8 +175,8 @@ class RemoteTier:
         self._lookups.poll(state.remote.lookup)
         if state.remote.lookup.is_pending:
             return None
-        if was_pending and self.on_missing is not None:
-            self._report_missing(state, limit, self.on_missing)
+        if was_pending and self._on_missing is not None:
+            self._report_missing(state, limit, self._on_missing)
         state.remote.lookup.renewable = True
         answer = state.remote.answer
         return answer.positions() if answer is not None else [range(0)] * len(self._groups)
@@ -256,10 +255,6 @@ class RemoteTier:
                 self._probes = [ProbeJob(name, group.group_id, part.address, tuple(keys))]
                 self._probe_deadline = time.monotonic() + _MAX_PROBE_DELAY_S
                 return
-
-    def pin(self, parts: Sequence[ChainPart], hold_s: float) -> None:
-        """Lets daemons keep these blocks in their memory for a time. Never blocks."""
-        self._lookups.pin(parts, hold_s)
 
     def take_jobs(self, scheduled: Mapping[str, int]) -> tuple[list[PutJob], list[ProbeJob]]:
         """Returns the jobs planned since the last call; `scheduled`: this step's tokens by request.

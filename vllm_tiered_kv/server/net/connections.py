@@ -91,7 +91,12 @@ class Connections:
         max_connections: int,
         stall_s: float,
         recorder: Recorder,
+        has_session: Callable[[Peer], bool] = lambda peer: True,
+        on_client_shed: Callable[[Peer, str], None] = lambda peer, why: None,
+        on_closed: Callable[[Peer], None] = lambda peer: None,
     ) -> None:
+        """`on_client_shed` is called with the reason for a client that is disconnected because
+        messages use too much memory; `on_closed` when the connection of a client has ended."""
         self._reactor = reactor
         self._network = network
         self._stall_s = stall_s
@@ -112,11 +117,9 @@ class Connections:
         self._last_shed_log = 0.0
         self._peak = 0  # of network memory, since the last trim
         self._quiet_s = 0.0
-        self.has_session: Callable[[Peer], bool] = lambda peer: True
-        self.on_client_shed: Callable[[Peer, str], None] = lambda peer, why: None
-        """Called for a client that is disconnected because messages use too much memory."""
-        self.on_closed: Callable[[Peer], None] = lambda peer: None
-        """Called when the connection of a client has ended, for whatever reason."""
+        self.has_session = has_session
+        self.on_client_shed = on_client_shed
+        self.on_closed = on_closed
         network.on_excess = self._schedule_shed
         reactor.after(_CHECK_INTERVAL_S, self._check)
 

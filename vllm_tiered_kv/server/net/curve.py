@@ -28,6 +28,8 @@ _ACCESS_LINE = re.compile(r'^\s*access\s*=\s*"read-only"\s*$', re.MULTILINE)
 
 @dataclass(frozen=True)
 class ServerKeys:
+    """The daemon's key pair, as `load_server_keys` read it."""
+
     public: bytes
     secret: bytes
 

@@ -9,44 +9,33 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 
-from vllm_tiered_kv import __version__
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.histogram import Histogram
 from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server.net.admission import Admission
 from vllm_tiered_kv.server.net.connections import Connections
-from vllm_tiered_kv.server.net.curve import Clients
 from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory, request_cost
 from vllm_tiered_kv.server.net.outbox import Outbox
 from vllm_tiered_kv.server.net.reactor import Reactor
 from vllm_tiered_kv.server.net.receiver import Message, Receiver
-from vllm_tiered_kv.server.net.sessions import Listener, Peer, Session, Sessions, make_peer
+from vllm_tiered_kv.server.net.sessions import Listener, Peer, Sessions, make_peer
 from vllm_tiered_kv.server.requests.call import Call
 from vllm_tiered_kv.server.requests.handlers import Handlers
-from vllm_tiered_kv.server.shm.leases import Leases
-from vllm_tiered_kv.server.tiers.namespaces import Namespaces
 from vllm_tiered_kv.wire.codec import UNREADABLE_ID, decode_request, encode_reply
 from vllm_tiered_kv.wire.header import peek_request_id
-from vllm_tiered_kv.wire.limits import PROTOCOL_VERSION
 from vllm_tiered_kv.wire.messages import (
-    BORROW_CAPABILITY,
-    CLAIM_CAPABILITY,
-    DELETE_NAMESPACE_CAPABILITY,
     ErrorReply,
     Get,
     Hello,
-    HelloReply,
 )
 
 logger = logging.getLogger(__name__)
 
-CAPABILITIES = ("streaming", "pins", CLAIM_CAPABILITY, DELETE_NAMESPACE_CAPABILITY)
 _PENDING_READ_BYTES = 8192  # more than `request_cost` of a read that is answered at once
-ARENA_CAPABILITIES = ("shared_memory", BORROW_CAPABILITY)
 
 
 class Gateway:
@@ -59,37 +48,26 @@ class Gateway:
         outbox: Outbox,
         handlers: Handlers,
         sessions: Sessions,
-        namespaces: Namespaces,
-        leases: Leases,
+        admission: Admission,
         connections: Connections,
         network: NetworkMemory,
-        clients: Clients | None,
         limits: ClientLimits,
         recorder: Recorder,
-        instance: bytes,
-        capabilities: Sequence[str],
         durations: Histogram,
     ) -> None:
         self._reactor = reactor
         self._outbox = outbox
         self._handlers = handlers
         self._sessions = sessions
-        self._namespaces = namespaces
-        self._leases = leases
+        self._admission = admission
         self._connections = connections
-        self._clients = clients
         self._limits = limits
         self._network = network
         self._recorder = recorder
-        self._instance = instance
-        self._capabilities = list(capabilities)
         self._durations = durations
         self._counts: Counter[str] = Counter()  # requests of this turn by op
         self._at_once = 0  # reads of this turn that were answered without a `Call`
         self.is_closing = False
-        outbox.on_client_lost = self._drop_client
-        connections.on_client_shed = self._drop_client
-        connections.on_closed = outbox.connection_closed
 
     def serve(self, listener: Listener) -> None:
         receiver = Receiver(listener.socket)
@@ -132,7 +110,7 @@ class Gateway:
         if message.payload or self.is_closing:
             return False
         try:
-            session = self._sessions.find(peer, self._user(peer, message))
+            session = self._sessions.find(peer, self._admission.user(peer, message))
         except ProtocolError:
             return False
         if (
@@ -143,7 +121,7 @@ class Gateway:
         ):
             return False
         if session.attachment is not None:
-            self._leases.was_seen(session.attachment)
+            session.attachment.was_seen()
         self._at_once += 1
         return True
 
@@ -153,17 +131,18 @@ class Gateway:
         request_id, request = decode_request(header, [part.nbytes for part in payload])
         self._counts[request.op] += 1
         try:
-            user = self._user(peer, message)
+            user = self._admission.user(peer, message)
             if self.is_closing:
                 raise ProtocolError(ErrorCode.UNAVAILABLE, "the daemon is shutting down")
             if isinstance(request, Hello):
-                self._hello(peer, user, request_id, request)
+                reply = self._admission.open_session(peer, user, request)
+                self._outbox.send(peer, encode_reply(request_id, reply))
                 return
             session = self._sessions.find(peer, user)
             if session is None:
                 raise ProtocolError(ErrorCode.NO_HELLO, "this connection has no session; say hello")
             if session.attachment is not None:
-                self._leases.was_seen(session.attachment)
+                session.attachment.was_seen()
             session.require_inflight_room(self._limits.requests_per_session)
             cost = request_cost(len(header), request)
             self._network.admit_request(peer, cost)
@@ -184,57 +163,13 @@ class Gateway:
         self._network.end_request(peer, cost)
         self._durations.observe(time.monotonic() - begun_at, op)
 
-    def _hello(self, peer: Peer, user: str, request_id: int, hello: Hello) -> None:
-        largest = max(hello.block_bytes, default=0)
-        if largest > self._limits.largest_block:
-            raise ProtocolError(
-                ErrorCode.TOO_LARGE,
-                f"blocks of {largest} bytes are too large; this daemon accepts blocks of up to "
-                f"{self._limits.largest_block} bytes, 1/32 of its memory: raise --memory",
-            )
-        attachment = None
-        if hello.arena:
-            attachment = self._leases.find(hello.arena)
-            if attachment is None:
-                raise ProtocolError(
-                    ErrorCode.NO_ARENA, "no process is attached with this token; attach again"
-                )
-        read_only = self._clients is not None and self._clients.is_read_only(user)
-        session = Session(
-            peer=peer,
-            client=hello.client,
-            user=user,
-            read_only=read_only,
-            namespace=hello.namespace,
-            shape=self._namespaces.admit(hello, read_only),
-            attachment=attachment,
-        )
-        self._sessions.open(session)
-        reply = HelloReply(
-            protocol=PROTOCOL_VERSION,
-            server=f"tiered-kv-server {__version__}",
-            capabilities=self._capabilities,
-            instance=self._instance,
-            session=session.session_id,
-            limits=self._limits.announced(),
-        )
-        logger.debug("hello from %r at %s", hello.client, peer.listener.endpoint)
-        self._outbox.send(peer, encode_reply(request_id, reply))
-
-    def _user(self, peer: Peer, message: Message) -> str:
-        """The public key of an authenticated client; local clients have and need none."""
-        if self._clients is None or peer.listener.is_local:
-            return ""
-        if message.user not in self._clients:
-            raise ProtocolError(ErrorCode.UNAUTHORIZED, "the key of this client is not allowed")
-        return message.user
-
     def _refuse(self, peer: Peer, error: ProtocolError) -> None:
         self._recorder.add(names.ERRORS, 1, error.code.value)
         request_id = UNREADABLE_ID if error.request_id is None else error.request_id
         self._outbox.send(peer, encode_reply(request_id, ErrorReply.of(error)))
 
-    def _drop_client(self, peer: Peer, why: str) -> None:
+    def drop_client(self, peer: Peer, why: str) -> None:
+        """Closes the session of a client and discards its replies."""
         session = self._sessions.get(peer)
         if session is not None:
             logger.info("dropped client %r: %s", session.client, why)

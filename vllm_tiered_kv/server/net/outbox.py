@@ -26,6 +26,7 @@ from vllm_tiered_kv.errors import ErrorCode
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.native.zmq_sender import make_zmq_sender
+from vllm_tiered_kv.server.net.connections import Connections
 from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory
 from vllm_tiered_kv.server.net.reactor import Reactor
@@ -98,9 +99,17 @@ class Outbox:
         limits: ClientLimits,
         recorder: Recorder,
         network: NetworkMemory,
+        connections: Connections,
         stall_s: float,
+        on_client_lost: Callable[[Peer, str], None],
+        on_room_freed: Callable[[], None],
     ) -> None:
+        """`on_client_lost` is called for a client that has disconnected or reads nothing, with the
+        reason, and must call `drop`; `on_room_freed` after claims have become smaller."""
         self._network = network
+        self._connections = connections
+        self._on_client_lost = on_client_lost
+        self._on_room_freed = on_room_freed
         self._sender = make_zmq_sender()
         self._copied: dict[Peer, int] = {}  # bytes copied into zmq since the last ticket
         self._last_ticket = 0
@@ -115,17 +124,9 @@ class Outbox:
         self._busy: set[Peer] = set()  # peers with replies that are waiting or in zmq
         self._orphans: dict[int, _Orphan] = {}  # by ticket
         self._claimed = 0
-        self._has_freed_room = False  # since `on_room_freed` was last called
+        self._has_freed_room = False  # since `_on_room_freed` was last called
         self._poll_delay_s = _MIN_POLL_S
         self._is_poll_scheduled = False
-        self.on_client_lost: Callable[[Peer, str], None] = lambda peer, why: None
-        """Called for a client that has disconnected or reads nothing; it must call `drop`."""
-        self.on_room_freed: Callable[[], None] = lambda: None
-        """Called after claims have become smaller."""
-        self.disconnect: Callable[[Peer], None] = lambda peer: None
-        """Closes the connection of a client, and with it zmq's references to its blocks."""
-        self.read_disconnects: Callable[[], None] = lambda: None
-        """Calls `connection_closed` for connections that have ended but are not known to have."""
         reactor.each_turn(self._poll_sent)
         reactor.every(1.0, self._disconnect_stalled)
 
@@ -195,7 +196,7 @@ class Outbox:
             self._network.hold(peer, message.nbytes)
             self._busy.add(peer)
             if len(queue.waiting) > self._limits.queued_replies_per_session:
-                self.on_client_lost(peer, "it does not read its replies")
+                self._on_client_lost(peer, "it does not read its replies")
                 return
         if queue.is_idle:
             self._queues.pop(peer, None)
@@ -270,7 +271,7 @@ class Outbox:
             self._discard(peer, payload, on_unsent)
             if error == zmq.EHOSTUNREACH:
                 self._orphan_sent(peer, queue)
-                self.on_client_lost(peer, "it has disconnected")
+                self._on_client_lost(peer, "it has disconnected")
             else:
                 logger.warning("cannot send a reply: %s", zmq.strerror(error))
         elif is_small:
@@ -356,7 +357,7 @@ class Outbox:
         if self._has_freed_room:
             self._has_freed_room = False
             self._poll_delay_s = _MIN_POLL_S
-            self.on_room_freed()
+            self._on_room_freed()
             if self._has_freed_room:  # freed again; let other work run before the next round
                 self._reactor.post(lambda: None)
         if self._busy and not self._is_poll_scheduled:
@@ -381,7 +382,7 @@ class Outbox:
             queue = self._queues[peer]
             if queue.last_progress < now - self._stall_s:
                 # Sent at last, or dropped with the connection, whose end zmq has reported before.
-                self.read_disconnects()
+                self._connections.read_monitors()
             blocks, copied = queue.in_zmq.pop(ticket)
             queue.last_progress = now
             self._network.release(peer, copied)
@@ -406,8 +407,8 @@ class Outbox:
             if queue is None or not self._is_stalled(queue, now):
                 continue
             if queue.waiting or peer.listener.is_local:
-                self.disconnect(peer)
-                self.on_client_lost(peer, f"it has read nothing for {self._stall_s:g} s")
+                self._connections.disconnect(peer)
+                self._on_client_lost(peer, f"it has read nothing for {self._stall_s:g} s")
             elif queue.last_probe < now - self._stall_s:
                 queue.last_probe = now
                 self.send(peer, _PROBE)  # fails if zmq has lost the connection

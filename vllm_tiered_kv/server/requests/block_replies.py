@@ -43,7 +43,6 @@ class Transfers:
         self._max_at_once = min(_BATCH_BYTES, max_message_bytes)
         self._waiting: deque[Transfer] = deque()
         self._hits = 0  # not yet counted
-        outbox.on_room_freed = self.pump
         reactor.each_turn(self.count_hits)
 
     def start(self, call: Call, keys: Sequence[StoreKey], stream: bool) -> None:

@@ -29,7 +29,6 @@ class PinHandlers:
         self.pins = pins
         self._matches = 0
         self._positions = 0  # of the matches being pinned
-        store.on_deleted = lambda keys: reactor.post(lambda: pins.void(keys))
 
     def pin(self, call: Call, request: Pin) -> None:
         call.session.require_writer()

@@ -49,20 +49,19 @@ class ArenaServer:
         self,
         reactor: Reactor,
         memory: MemoryStore,
-        leases: Leases,
         limits: ClientLimits,
         instance: bytes,
+        stall_s: float,
     ) -> None:
         self._reactor = reactor
         self._memory = memory
-        self._leases = leases
+        self.leases = Leases(memory, limits, stall_s, self._on_process_exit)
         self._max_attachments = limits.attachments
         self._instance = instance
         self._listening: list[socket.socket] = []
         self._pending: set[socket.socket] = set()
         self._connections: dict[Attachment, socket.socket] = {}
         self._is_pausing = False
-        leases.on_last_lease_released = self._on_process_exit
 
     def serve(self, listening: socket.socket) -> None:
         self._listening.append(listening)
@@ -148,7 +147,7 @@ class ArenaServer:
             raise ProtocolError(
                 ErrorCode.UNAUTHORIZED, f"user {uid} may not map the memory of this daemon"
             )
-        if self._leases.attachments >= self._max_attachments:
+        if self.leases.attachments >= self._max_attachments:
             raise ProtocolError(
                 ErrorCode.UNAVAILABLE, f"{self._max_attachments} processes are attached already"
             )
@@ -177,7 +176,7 @@ class ArenaServer:
             return
         self._pending.discard(connection)
         self._connections[attachment] = connection
-        self._leases.attach(attachment)
+        self.leases.attach(attachment)
         self._reactor.unwatch(connection.fileno())
         self._reactor.watch(connection.fileno(), lambda: self._on_readable(attachment))
         self._reactor.watch(attachment.pidfd, lambda: self._on_process_exit(attachment))
@@ -201,12 +200,12 @@ class ArenaServer:
             # The process may still run, but it has no leases and cannot get new ones.
             self._on_process_exit(attachment)
             return
-        self._leases.end_if_gone(attachment)
+        self.leases.end_if_gone(attachment)
 
     def _on_process_exit(self, attachment: Attachment) -> None:
         self._reactor.unwatch(attachment.pidfd)
         attachment.is_dead = True
-        self._leases.end_if_gone(attachment)
+        self.leases.end_if_gone(attachment)
 
 
 def _parse_client(hello: dict[Any, Any]) -> str:

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Lease:
+    """Slots that one request leased, or one reserved slot."""
+
     slots: list[PinnedSlot]
     nbytes: int
     is_reservation: bool = False
@@ -57,6 +59,13 @@ class Attachment:
         """What it holds, for people. A client's name may contain line breaks."""
         return f"process {self.pid} ({self.client!r}) holds leases of {self.nbytes} bytes"
 
+    def was_seen(self) -> None:
+        """Must be called for every request of the process."""
+        self.last_seen = time.monotonic()
+        if self.is_named_silent:
+            self.is_named_silent = False
+            logger.warning("process %d (%r) sends again", self.pid, self.client)
+
     @property
     def is_gone(self) -> bool:
         """Neither the process, nor one that inherited its connection, can access the memory."""
@@ -66,9 +75,17 @@ class Attachment:
 class Leases:
     """All leases of attached processes, and their limits. Used on the reactor's thread only."""
 
-    def __init__(self, memory: MemoryStore, limits: ClientLimits, stall_s: float) -> None:
-        """A process that holds leases counts as silent after `stall_s` without a request."""
+    def __init__(
+        self,
+        memory: MemoryStore,
+        limits: ClientLimits,
+        stall_s: float,
+        on_last_lease_released: Callable[[Attachment], None],
+    ) -> None:
+        """A process that holds leases counts as silent after `stall_s` without a request.
+        `on_last_lease_released` is called when one that has disconnected holds none any more."""
         self._memory = memory
+        self._on_last_lease_released = on_last_lease_released
         self._stall_s = stall_s
         self._max_bytes = limits.leases
         self._max_lookup_bytes = limits.lookup_leases
@@ -77,8 +94,6 @@ class Leases:
         self._count = 0  # leased slots; other threads read this and the bytes
         self._ids = itertools.count(1)
         self._attachments: dict[bytes, Attachment] = {}
-        self.on_last_lease_released: Callable[[Attachment], None] = lambda attachment: None
-        """Called when a process that has disconnected has released its last lease."""
 
     @property
     def held_bytes(self) -> int:
@@ -187,7 +202,7 @@ class Leases:
 
     def _notify_if_last_released(self, attachment: Attachment) -> None:
         if attachment.is_disconnected and not attachment.is_dead and not attachment.leases:
-            self.on_last_lease_released(attachment)
+            self._on_last_lease_released(attachment)
 
     def end_if_gone(self, attachment: Attachment) -> bool:
         """Ends all leases of a process that is dead and disconnected."""
@@ -225,13 +240,6 @@ class Leases:
                     attachment.held,
                     self._stall_s,
                 )
-
-    def was_seen(self, attachment: Attachment) -> None:
-        """Must be called for every request of the process."""
-        attachment.last_seen = time.monotonic()
-        if attachment.is_named_silent:
-            attachment.is_named_silent = False
-            logger.warning("process %d (%r) sends again", attachment.pid, attachment.client)
 
 
 def _share_left(limit: int, used: int, own: int) -> int:

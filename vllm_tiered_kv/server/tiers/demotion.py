@@ -146,10 +146,10 @@ class Demotion:
                 self._record_unwritten(tier, key, PutResult.DROPPED)
             return is_taken
 
-        handed = self._memory.hand_over(key, take)
-        if handed is HandoffResult.REFUSED:
+        outcome = self._memory.hand_over(key, take)
+        if outcome is HandoffResult.REFUSED:
             self._recorder.add(names.NOT_WRITTEN, 1, tier)
-        return handed
+        return outcome
 
     def _offer_unrecorded(self, tier: str, key: StoreKey) -> HandoffResult:
         offer = self._behind[tier].offer
@@ -246,13 +246,13 @@ class Demotion:
         timer = ProgressTimer()
         for count, (key, result) in enumerate(refused.items()):
             # Not pinned while it waits for room: it may be deleted meanwhile, and must stay so.
-            while (handed := self._offer_unrecorded(tier, key)) is HandoffResult.REFUSED:
+            while (outcome := self._offer_unrecorded(tier, key)) is HandoffResult.REFUSED:
                 if not behind.wait_for_room():
                     self._offer(tier, key)  # records it again
                     break
                 if timer.is_due():
                     progress(tier, len(refused) - count + behind.pending_blocks)
-            gone += handed is HandoffResult.ABSENT and result is PutResult.FAILED
+            gone += outcome is HandoffResult.ABSENT and result is PutResult.FAILED
         has_ended = behind.drain(lambda left: progress(tier, left))
         is_durable = has_ended and self._sync(tier, store)
         with self._unwritten_lock:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from vllm_tiered_kv.core.store import StoreKey
 from vllm_tiered_kv.device.arena import memory_limit
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.metrics.recorder import Recorder
@@ -25,7 +26,10 @@ logger = logging.getLogger(__name__)
 _PROGRESS_INTERVAL_S = 10.0
 
 
-def open_tiers(options: ServerOptions, recorder: Recorder) -> TieredStore:
+def open_tiers(
+    options: ServerOptions, recorder: Recorder, on_deleted: Callable[[Sequence[StoreKey]], None]
+) -> TieredStore:
+    """`on_deleted` as for `TieredStore`."""
     _require_memory(options)
     where = options.backing_options
     backing = None if where is None else BackingTier(where, recorder)
@@ -43,6 +47,7 @@ def open_tiers(options: ServerOptions, recorder: Recorder) -> TieredStore:
             options.prefault,
             float(options.backing_timeout),
             partial(quota_of, options.memory_quota),
+            on_deleted,
         )
     except BaseException:
         if ssd is not None:

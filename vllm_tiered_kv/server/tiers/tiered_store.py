@@ -64,9 +64,11 @@ class TieredStore:
         prefault: bool = False,
         backing_timeout_s: float = 2.0,
         quota_of: QuotaOf = no_quota,
+        on_deleted: Callable[[Sequence[StoreKey]], None] = lambda keys: None,
     ) -> None:
         """`backing_timeout_s` limits how long a request waits for an answer or a block of the
-        backing store; writes to it may take ten times as long."""
+        backing store; writes to it may take ten times as long. `on_deleted` is called from any
+        thread with keys of which memory has just deleted some."""
         self._recorder = recorder
         self.memory = MemoryStore(
             memory_bytes,
@@ -114,8 +116,7 @@ class TieredStore:
         self._lock = threading.Lock()
         self._fills = Fills()
         self._finishing: set[Future[None]] = set()  # large puts that are finished in the pool
-        self.on_deleted: Callable[[Sequence[StoreKey]], None] = lambda keys: None
-        """Called from any thread with keys of which memory has just deleted some."""
+        self._on_deleted = on_deleted
         self._flush_waiters: list[Callable[[list[str]], None]] = []
 
     # ---- reading --------------------------------------------------------------------------------
@@ -305,7 +306,7 @@ class TieredStore:
         """Deletes from memory and SSD. False if the SSD may have some again after a crash."""
         with self._promotion.promotion_blocked(keys):
             if self.memory.delete(keys):
-                self.on_deleted(keys)
+                self._on_deleted(keys)
             return self._delete_from(_SSD, keys)
 
     def _delete_from(self, tier: str, keys: Sequence[StoreKey]) -> bool:

@@ -10,7 +10,7 @@ from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.native.cpu import HostRegion
 from vllm_tiered_kv.stores.registry import BackingOptions
 from vllm_tiered_kv.stores.shared_dir.counters import Event
-from vllm_tiered_kv.stores.shared_dir.gc import GcThread, SharedDirGc
+from vllm_tiered_kv.stores.shared_dir.gc import GcThread
 from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings, SharedDirStore
 
 _COLLECT_EVERY_S = 300.0
@@ -52,7 +52,7 @@ class SharedDirBacking(SharedDirStore):
     ) -> None:
         super().__init__(settings)
         self.on_unanswered: Callable[[], None] = lambda: None
-        self._collector = GcThread(SharedDirGc(self), collect_every_s)
+        self._collector = GcThread(self, collect_every_s)
         self._collector.start()
 
     def put(

@@ -166,7 +166,7 @@ class SharedDirGc:
         self._tree = store.tree
         self._ops = store.ops
         self._max_candidates = max_candidates
-        self.stop = stop
+        self._is_stopping = stop
         self._lock = threading.Lock()
 
     def collect(self, now: float | None = None) -> GcReport:
@@ -215,7 +215,7 @@ class SharedDirGc:
     def _scan_shard(self, shard: str, report: GcReport, scan: _Scan, now_ns: int) -> None:
         try:
             for entry in self._tree.shard_entries(shard):
-                if self.stop():
+                if self._is_stopping():
                     report.interrupted = True
                     return
                 self._scan_entry(entry, report, scan, now_ns)
@@ -269,7 +269,7 @@ class SharedDirGc:
         )
         parents: dict[StoreKey, StoreKey | None] = {}
         for block in blocks:
-            if self.stop():
+            if self._is_stopping():
                 report.interrupted = True
                 return
             found = self._store.files.peek(block.key)
@@ -290,7 +290,7 @@ class SharedDirGc:
             block = ranked.block
             if free_bytes <= 0 and ranked.recency_ns >= expire_before_ns:
                 break
-            if self.stop():
+            if self._is_stopping():
                 report.interrupted = True
                 break
             outcome = Removal.SPARED
@@ -362,16 +362,15 @@ class GcThread:
 
     def __init__(
         self,
-        gc: SharedDirGc,
+        store: SharedDirStore,
         interval_s: float,
         on_report: Callable[[GcReport], None] = lambda report: None,
     ) -> None:
-        self._gc = gc
         self._interval_s = interval_s
         self._on_report = on_report
         self._stopping = threading.Event()
         self._wake = threading.Event()
-        gc.stop = self._stopping.is_set
+        self._gc = SharedDirGc(store, stop=self._stopping.is_set)
         self._thread = threading.Thread(target=self._run, name="tiered-kv-gc", daemon=True)
 
     def start(self) -> None:

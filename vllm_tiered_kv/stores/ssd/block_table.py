@@ -7,6 +7,7 @@ about a block, so that a new generation of the journal can be written from it, i
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,8 +27,9 @@ from vllm_tiered_kv.core.store import (
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import InvariantError
 from vllm_tiered_kv.stores.namespaces import NamespaceUsage, QuotaOf, owner_of
-from vllm_tiered_kv.stores.ssd.budget import Budget
 from vllm_tiered_kv.stores.ssd.committer import Committer
+from vllm_tiered_kv.stores.ssd.disk import Disk
+from vllm_tiered_kv.stores.ssd.opening import OpenFolder
 from vllm_tiered_kv.stores.ssd.record_format import (
     ALIGNMENT,
     encode_del,
@@ -35,7 +37,7 @@ from vllm_tiered_kv.stores.ssd.record_format import (
     rows_of,
 )
 from vllm_tiered_kv.stores.ssd.recovery import LiveBlocks
-from vllm_tiered_kv.stores.ssd.settings import SsdCounters
+from vllm_tiered_kv.stores.ssd.settings import Backoff, FsyncPolicy, SsdCounters
 
 logger = logging.getLogger(__name__)
 
@@ -47,30 +49,42 @@ _MIN_SLOTS_FOR_AHEAD = 512  # no slots are kept free in smaller classes
 
 
 class BlockTable:
-    """Index and journal records of one store. `SsdStore` owns it."""
-
-    committer: Committer  # set before the first change
+    """Index and journal records of one store. `SsdStore` owns it and starts its committer."""
 
     def __init__(
         self,
+        lock: threading.Lock,
+        disk: Disk,
         folder: Path,
-        budget: Budget,
+        opened: OpenFolder,
         eviction: str,
+        fsync: FsyncPolicy,
         counters: SsdCounters,
+        retry_seconds: float,
         quota_of: QuotaOf,
     ) -> None:
         self._folder = folder
-        self._budget = budget
+        self._budget = budget = opened.budget
         self._counters = counters
         self._quota_of = quota_of
         self._logged_full = False
         self._awaited: Counter[int] = Counter()  # slots that waiting puts need, by class
         self.geometry = SlabGeometry(budget.data_bytes, budget.slab_bytes, ALIGNMENT)
-        self.index = DurableIndex(self.geometry, eviction, self._on_evict, self._on_leave)
-        self.index.quota_of = quota_of
+        self.index = DurableIndex(self.geometry, eviction, self._on_evict, self._on_leave, quota_of)
         self.live_bytes = 0  # bytes of the slots of readable blocks
         self.by_namespace = NamespaceUsage()  # of the same slots
         self.on_lost: OnLost | None = None
+        self.committer = Committer(
+            lock,
+            self.index,
+            self.drop_lost,
+            disk,
+            folder,
+            opened,
+            fsync,
+            counters,
+            Backoff(retry_seconds),
+        )
 
     def restore(self, live: LiveBlocks) -> None:
         """Fills an empty table with recovered blocks."""

@@ -39,7 +39,6 @@ from vllm_tiered_kv.native import cpu
 from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.stores.namespaces import QuotaOf, no_quota
 from vllm_tiered_kv.stores.ssd.block_table import BlockTable
-from vllm_tiered_kv.stores.ssd.committer import Committer
 from vllm_tiered_kv.stores.ssd.data_file import Moved, Place
 from vllm_tiered_kv.stores.ssd.disk import Disk, OsDisk
 from vllm_tiered_kv.stores.ssd.opening import open_folder
@@ -137,7 +136,17 @@ class SsdStore:
         self._budget = opened.budget
         self._data = opened.data
         self._folder_lock = opened.lock
-        self._table = BlockTable(folder, opened.budget, eviction, self.counters, quota_of)
+        self._table = BlockTable(
+            self._lock,
+            disk,
+            folder,
+            opened,
+            eviction,
+            fsync,
+            self.counters,
+            retry_seconds,
+            quota_of,
+        )
         try:
             self._table.restore(opened.live)
         except BaseException:
@@ -145,17 +154,7 @@ class SsdStore:
             raise
         self._to_measure = [StoreKey(key) for key in opened.live.last_keys(_MEASURED_BLOCKS)]
         self._index = self._table.index
-        self._committer = self._table.committer = Committer(
-            self._lock,
-            self._index,
-            self._table.drop_lost,
-            disk,
-            folder,
-            opened,
-            fsync,
-            self.counters,
-            Backoff(retry_seconds),
-        )
+        self._committer = self._table.committer
         self._committer.start()
         with self._lock:
             self._index.apply_quotas()  # recovered blocks beyond a quota leave
