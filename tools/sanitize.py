@@ -47,6 +47,9 @@ THREADED_TESTS = (
     "tests/stores/test_memory_store.py",
 )
 DAEMON_TESTS = (
+    "tests/unit/test_native_get_headers.py",
+    "tests/unit/test_native_zmq_receive.py",
+    "tests/unit/test_native_zmq_sender.py",
     "tests/unit/test_remote_worker.py",
     "tests/unit/test_remote_loader.py",
     "tests/remote/test_zero_copy_send.py",
