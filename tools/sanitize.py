@@ -31,6 +31,7 @@ THREADED_TESTS = (
     "tests/unit/test_native_copy.py",
     "tests/unit/test_native_files.py",
     "tests/unit/test_native_fills.py",
+    "tests/unit/test_native_get_headers.py",
     "tests/unit/test_native_hashing.py",
     "tests/unit/test_native_lists.py",
     "tests/unit/test_native_threads.py",
@@ -47,7 +48,6 @@ THREADED_TESTS = (
     "tests/stores/test_memory_store.py",
 )
 DAEMON_TESTS = (
-    "tests/unit/test_native_get_headers.py",
     "tests/unit/test_native_zmq_receive.py",
     "tests/unit/test_native_zmq_sender.py",
     "tests/unit/test_remote_worker.py",
