@@ -333,6 +333,7 @@ def test_repeated_hangup_stops_only_in_order() -> None:
     program = (
         "import os, signal\n"
         "from vllm_tiered_kv.server.cli import _stop_on_signals\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # the tests may run under nohup
         "stops = []\n"
         "_stop_on_signals(lambda: stops.append(1))\n"
         "os.kill(os.getpid(), signal.SIGHUP)\n"

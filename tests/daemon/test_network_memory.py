@@ -300,14 +300,18 @@ def test_client_reading_no_replies_is_dropped_and_counted(
     start: StartDaemon, connect: Connect, over: str
 ) -> None:
     """The kernel disconnects it over tcp, the daemon over ipc."""
-    daemon = start("--memory", "64MiB", "--stall-timeout", "1s")
+    daemon = start("--memory", "64MiB", "--stall-timeout", "1s", "--log-level", "debug")
     honest = connect(daemon.endpoint, block_bytes=[MIB])
     honest.put({key(0): block(0, MIB)})
     endpoint = daemon.endpoint if over == "tcp" else daemon.ipc
     with RawClient(endpoint, rcvhwm=1, rcvbuf=65536) as stalled:
-        stalled.hello(block_bytes=[MIB])
+        stalled.hello(block_bytes=[MIB], client="me\nE forged")
         stalled.send(wire.Get(KEY_BYTES, [key(0)] * 64, True))
         eventually(lambda: honest.stats()["dropped_clients"] == 1)
+        assert "hello from 'me\\nE forged'" in daemon.logs
+        if over == "ipc":
+            eventually(lambda: "dropped client 'me\\nE forged'" in daemon.logs)
+        assert "\nE forged" not in daemon.logs
     with RawClient(endpoint) as leaving:  # disconnects by itself
         leaving.hello(block_bytes=[MIB])
         leaving.send(wire.Get(KEY_BYTES, [key(0)], True))
