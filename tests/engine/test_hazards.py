@@ -327,6 +327,7 @@ def test_missing_reports_do_not_keep_the_engine_stepping(
     assert (
         engine.half.index.used_bytes == 10 * engine.half.index.geometry.slot_bytes[0]
     )  # may still be written
+    assert not engine.half.ledger.has_open  # or later transfers would get no time at all
     ask(engine, ids, 3)  # does not wait for the missing stores
     engine.worker.build_connector_worker_meta = report
     for told in filter(None, lost):
