@@ -26,11 +26,12 @@ from pathlib import Path
 
 from tools.source_copy import PACKAGE, ROOT, copy_sources
 
-# Tests that call the module directly or through copiers, arenas and stores; below, via a daemon.
+# Tests that call the module directly or through copiers, arenas and stores; below, with zmq.
 THREADED_TESTS = (
     "tests/unit/test_native_copy.py",
     "tests/unit/test_native_files.py",
     "tests/unit/test_native_fills.py",
+    "tests/unit/test_native_get_headers.py",
     "tests/unit/test_native_hashing.py",
     "tests/unit/test_native_lists.py",
     "tests/unit/test_native_threads.py",
@@ -46,7 +47,9 @@ THREADED_TESTS = (
     "tests/stores/test_contract.py",
     "tests/stores/test_memory_store.py",
 )
-DAEMON_TESTS = (
+ZMQ_TESTS = (
+    "tests/unit/test_native_zmq_receive.py",
+    "tests/unit/test_native_zmq_sender.py",
     "tests/unit/test_remote_worker.py",
     "tests/unit/test_remote_loader.py",
     "tests/remote/test_zero_copy_send.py",
@@ -94,7 +97,7 @@ SANITIZERS = {
             # Python's own allocator would hide overruns of bytes objects from ASan.
             "PYTHONMALLOC": "malloc",
         },
-        tests=(*THREADED_TESTS, *DAEMON_TESTS),
+        tests=(*THREADED_TESTS, *ZMQ_TESTS),
         plants=(
             Plant(
                 "csrc/sha256.cpp",
@@ -121,8 +124,8 @@ SANITIZERS = {
         libraries=("libtsan.so",),
         # A test forks on purpose and starts threads in the child.
         options={"TSAN_OPTIONS": "log_path={reports}:history_size=4:die_after_fork=0"},
-        # No tests with a daemon: TSan cannot see how the threads of zmq, which is not instrumented,
-        # synchronise, and would report each message as a race.
+        # No tests with zmq, as in a daemon: TSan cannot see how its threads, which are not
+        # instrumented, synchronise, and would report each message as a race.
         tests=THREADED_TESTS,
         plants=(
             Plant(

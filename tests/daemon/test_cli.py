@@ -333,6 +333,7 @@ def test_repeated_hangup_stops_only_in_order() -> None:
     program = (
         "import os, signal\n"
         "from vllm_tiered_kv.server.cli import _stop_on_signals\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # the tests may run under nohup
         "stops = []\n"
         "_stop_on_signals(lambda: stops.append(1))\n"
         "os.kill(os.getpid(), signal.SIGHUP)\n"
@@ -415,6 +416,39 @@ def test_http_rude_clients_do_not_disturb_others(start: StartDaemon, connect: Co
         connection.close()
     assert fetch(f"{daemon.http}/healthz")[0] == 200
     assert daemon.terminate() == 0
+
+
+_DAEMON_WITH_SHORT_HTTP_DEADLINE = """
+from vllm_tiered_kv.server import cli
+from vllm_tiered_kv.server.net import http
+
+http._REQUEST_TIMEOUT_S = 2.0
+raise SystemExit(cli.main())
+"""
+
+
+def test_http_slow_senders_disturb_nobody_and_are_closed(start: StartDaemon) -> None:
+    """Each sends a byte now and then, and none ever ends its request."""
+    daemon = start(
+        *("--memory", "16MiB", "--http", "127.0.0.1:0"),
+        program=["-c", _DAEMON_WITH_SHORT_HTTP_DEADLINE],
+    )
+    port = int(daemon.http.rpartition(":")[2])
+    slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(64)]
+
+    def have_all_been_closed() -> bool:
+        for connection in slow.copy():
+            try:
+                connection.sendall(b"G")
+            except ConnectionError:
+                connection.close()
+                slow.remove(connection)
+        return not slow
+
+    for _ in range(20):
+        have_all_been_closed()
+        assert fetch(f"{daemon.http}/healthz") == (200, "ok\n")
+    eventually(have_all_been_closed)
 
 
 def test_daemon_imports_neither_torch_nor_vllm() -> None:

@@ -225,7 +225,7 @@ class HungDaemon:
         self.pipes = hang_at(shared, *range(10**6, 10**6 + BACKING_THREADS))
         self.process = start(
             "--memory", "256MiB", "--backing", f"file://{shared}",
-            "--backing-ttl", "1d", "--backing-timeout", "60s",
+            "--backing-ttl", "1d", "--backing-timeout", "1h",
             program=HUNG_BY_PIPES,
         )  # fmt: skip
         self.attached = attach(self.process.ipc_path)

@@ -95,7 +95,7 @@ _HANG_S = 10.0
 def test_full_write_queue_does_not_slow_puts(folder: Path) -> None:
     """Queued blocks are the least recently used, where eviction searches first."""
     arguments = (
-        "--memory", "64MiB", "--ssd", str(folder / "ssd"), "--ssd-space", "128MiB",
+        "--memory", "64MiB", "--ssd", str(folder / "ssd"), "--ssd-space", "1GiB",
         "--http", "127.0.0.1:0",
     )  # fmt: skip
     daemon = DaemonProcess(folder, *arguments)
@@ -120,6 +120,7 @@ def test_full_write_queue_does_not_slow_puts(folder: Path) -> None:
         try:
             for start in range(0, 16 * 1024, 1024):
                 assert set(client.put(blocks(1024, start=start))) == {PutResult.STORED}
+            assert honest.stats()["pending_write_bytes"] == {"ssd": 16 * MIB}, "it is full"
             pinned = [key(n) for n in range(12_000, 16 * 1024)]
             assert client.ask(wire.Pin(KEY_BYTES, pinned, 600_000)).count == 2 * 1024
             keys = [key(n) for n in range(100_000, 100_000 + 65536)]

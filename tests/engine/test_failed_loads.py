@@ -346,6 +346,27 @@ def test_load_does_not_take_blocks_reserved_for_a_failed_request(tiny_model: Pat
     engine.assert_at_rest()
 
 
+def test_failed_request_that_is_aborted_does_not_forbid_loads(tiny_model: Path) -> None:
+    """Asynchronous loads of others begin again when it has been computed, or is gone."""
+    engine = window_engine(
+        tiny_model, False, 41, engine_args={"scheduling_policy": "priority"}, max_seqs=1
+    )
+    prompts = warm_prompts(engine, 3)
+    asked = [engine.add(ids, 3, priority=9) for ids in prompts[:2]]
+    engine.copier.fail_loads_of = {asked[0]}
+    for _ in range(30):
+        if engine.requests[asked[1]].status is RequestStatus.RUNNING:
+            break
+        engine.step()
+    assert engine.requests[asked[0]].status is RequestStatus.WAITING
+    engine.abort(asked[0])
+    last = engine.add(prompts[2], 3)
+    engine.run(limit=100)
+    assert last in engine.reported_loads
+    assert engine.finished[last].tokens == play(prompts[2], 3)[0]
+    engine.assert_at_rest()
+
+
 @pytest.mark.parametrize("by_block", [False, True], ids=["by-request", "by-block"])
 def test_failed_load_of_another_connector_does_not_block_ours(
     tiny_model: Path, by_block: bool

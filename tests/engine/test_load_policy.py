@@ -179,6 +179,11 @@ def test_the_first_hits_after_a_restart_are_loaded_from_the_ssd(
             assert sources == {"disk": 4 * whole_blocks(asked)}
         second.half.stats()
         assert total(second, names.LOAD_SPEED, Tier.SSD.value) > 0
+        sources.clear()
+        second.drop_gpu_cache()
+        serve(second, asked, count=1)
+        if hasattr(KVConnectorBase_V1, "get_external_cache_hit_sources"):
+            assert sources == {"host": 4 * whole_blocks(asked)}, "memory has them now"
         second.close()
 
 

@@ -327,6 +327,8 @@ def test_two_daemons_share_the_blocks_and_one_that_dies_costs_its_share(
         serve(second, asked)
         whole = whole_blocks(asked)
         assert total(second, names.LOADED_BLOCKS, REMOTE) == whole
+        second.half.stats()
+        assert [total(second, names.DAEMON_UP, address) for address in both] == [1, 1]
         second.close()
         b.kill()
         third = engine_at(tiny_model, both, extra=extra, cpu_blocks=900)
@@ -339,6 +341,8 @@ def test_two_daemons_share_the_blocks_and_one_that_dies_costs_its_share(
         third.drop_gpu_cache()
         serve(third, asked)
         assert total(third, names.LOADED_BLOCKS, REMOTE) - share > share
+        third.half.stats()
+        assert [total(third, names.DAEMON_UP, address) for address in both] == [1, 0]
         third.close()
 
 

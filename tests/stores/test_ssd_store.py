@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import stat
 import threading
 import time
 from pathlib import Path
@@ -42,6 +43,16 @@ def test_recovered_blocks_can_be_evicted(tmp_path: Path, eviction: str) -> None:
         put(store, *range(100, 160))
         assert set(present(store, range(60))) < set(before)
         check(store)
+
+
+def test_folder_and_files_are_private(tmp_path: Path) -> None:
+    """Blocks hold what users wrote."""
+    folder = tmp_path / "store"
+    with opened(folder) as store:
+        put(store, 1)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()}
+    assert modes == dict.fromkeys(("FORMAT", "LOCK", "data", "journal"), 0o600)
 
 
 def test_order_of_use_survives_restart(tmp_path: Path) -> None:

@@ -109,6 +109,19 @@ def test_registering_does_not_load_the_connector() -> None:
     subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, check=True)
 
 
+def test_oldest_entries_are_removed_from_ordered_dicts() -> None:
+    """`next(iter(...))` of a dict passes over all entries that were deleted before the first one:
+    to remove many this way takes time that grows with the square of their number."""
+    removals = (
+        r"del (self\.\w+)\[next\(iter\(\1\)\)\]",
+        r"(self\.\w+)\.pop\(next\(iter\(\1\)\)",
+        r"(\w+) = next\(iter\((self\.\w+)\)\)\n.*(?:\2\.pop\(\1\)|del \2\[\1\])",
+    )
+    for path in FILES:
+        text = path.read_text()
+        assert not any(re.search(removal, text) for removal in removals), path
+
+
 def test_each_part_of_a_request_state_has_one_writer() -> None:
     """Else whoever reads a part has to know what all others may do to it."""
     written: dict[str, set[str]] = {}

@@ -143,6 +143,24 @@ def test_each_state_change_is_logged_once(
     ]
 
 
+def test_is_up_follows_the_last_result(breaker: Breaker, clock: Clock) -> None:
+    assert not breaker.is_up, "nothing is known yet"
+    late = begin(breaker)
+    breaker.succeed(begin(breaker))
+    assert breaker.is_up
+    breaker.fail(begin(breaker), "x")
+    assert not breaker.is_up
+    breaker.succeed(begin(breaker))
+    assert breaker.is_up
+    breaker.refuse(begin(breaker), "wrong version")
+    assert not breaker.is_up
+    breaker.succeed(late)
+    assert not breaker.is_up
+    clock.now += 40
+    breaker.succeed(begin(breaker))
+    assert breaker.is_up
+
+
 def test_jitter_only_shortens_cool_downs(clock: Clock) -> None:
     breaker = Breaker("a", clock=clock, jitter=lambda: 1.0)
     trip(breaker)

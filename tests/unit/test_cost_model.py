@@ -185,6 +185,15 @@ def test_a_mixture_teaches_about_what_is_unknown() -> None:
     assert known.costs.load_seconds(n, 10240, [mixed]) == pytest.approx(taken, rel=0.1)
 
 
+def test_a_load_from_mapped_memory_and_a_disk_is_timed_as_one_from_the_disk() -> None:
+    known = Decider(trusted=(Tier.CPU, Tier.MEMORY))
+    mixed = Span(Tier.REMOTE, 10240, {Tier.MEMORY: 0.5, Tier.SSD: 0.5})
+    known.settle("r", 0, Choice(10240, (mixed,)))
+    known.costs.ended("r", 1, Choice(10240, (mixed,)), {Tier.REMOTE: 0.5})
+    assert known.speeds[Tier.SSD].recent_bytes_per_s == 5120 * BYTES_PER_TOKEN / 0.5
+    assert known.speeds[Tier.MEMORY].recent_bytes_per_s is None
+
+
 def probe(known: Decider, number: int, chosen: Choice, taken: float) -> None:
     """As if what the n-th request, at that time, lets workers probe had come."""
     known.probes.end(str(number), number, len(chosen.probed) * BYTES_PER_TOKEN, taken)

@@ -28,6 +28,11 @@ def test_the_tests_that_are_run_exist() -> None:
             assert (ROOT / test).is_file()
 
 
+def test_address_sanitizer_runs_all_tests_of_native_code() -> None:
+    native = {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/unit/test_native_*.py")}
+    assert native <= set(SANITIZERS["asan"].tests)
+
+
 def test_flags_of_pytest_choose_among_the_tests_of_a_sanitizer() -> None:
     sanitizer = SANITIZERS["tsan"]
     assert with_tests(["-k", "threads"], sanitizer) == ["-k", "threads", *sanitizer.tests]

@@ -11,6 +11,7 @@ import functools
 import itertools
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -122,7 +123,7 @@ class MemoryStore:
         self._by_namespace = NamespaceUsage()
         self._slab_slot_bytes = [0] * self._geometry.num_slabs  # slot size of each slab
         self._lock = threading.RLock()
-        self._dropped: dict[StoreKey, None] = {}  # blocks that got no slot, oldest first
+        self._dropped: OrderedDict[StoreKey, None] = OrderedDict()  # blocks that got no slot
         self._too_large: set[int] = set()  # lengths of blocks that were logged
         self._closed = False
 
@@ -382,7 +383,7 @@ class MemoryStore:
                 if self._index.lookup(key) is Lookup.MISS:
                     self._dropped[key] = None
             while len(self._dropped) > _REMEMBERED_DROPS:
-                del self._dropped[next(iter(self._dropped))]
+                self._dropped.popitem(last=False)
 
     def fill(
         self, slots: Sequence[PinnedSlot | PutResult], items: Sequence[PutItem]

@@ -231,7 +231,7 @@ class LoadPlanner:
             and (self._remote is None or self._remote.is_resident(state))
             and self.step_policy.allows(request.request_id, self._bytes(loadable))
         )
-        if (state.load.keeps_reservation or self._awaiting_recompute) and not is_step_load:
+        if self._awaiting_recompute and not is_step_load:
             # The tiers may still hold the prefix. But vLLM keeps the blocks that it reserved for
             # the failed load, and reserves them once more for a second asynchronous load. For a
             # request that needs half of the GPU's blocks this is more than the GPU has, and the

@@ -19,7 +19,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -100,7 +100,7 @@ class LoadDecider:
         self._num_ranks = engine.num_ranks
         self._loads: dict[str, _Load] = {}
         self._probed: tuple[str, list[Fetched]] = "", []  # reports of ranks whose part has ended
-        self._steps: dict[int, _Step] = {}
+        self._steps: OrderedDict[int, _Step] = OrderedDict()
         self._next_step = 0
         self._forwards = 0
         self._output_at = 0.0
@@ -260,7 +260,7 @@ class LoadDecider:
         self._next_step += 1
         self._steps[self._next_step] = _Step(tokens, attended, self._clock())
         if len(self._steps) > _RECENT:
-            del self._steps[next(iter(self._steps))]
+            self._steps.popitem(last=False)
         return self._next_step
 
     def output_received(self, number: int | None) -> None:

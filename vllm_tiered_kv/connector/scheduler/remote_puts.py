@@ -7,6 +7,7 @@ evicts meanwhile, and those whose daemon is down, are dropped and counted.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import cast
 
@@ -33,7 +34,7 @@ class RemotePuts:
         self._ledger = tier.ledger
         self._queue_bytes = queue_bytes
         self._next: list[PutJob] = []
-        self._waiting: dict[BlockKey, BlockKey] = {}  # anchors by key, oldest first
+        self._waiting: OrderedDict[BlockKey, BlockKey] = OrderedDict()  # anchors, by key
         self._waiting_bytes = 0
         self._sent_since_offer = 0  # bytes
 
@@ -83,7 +84,7 @@ class RemotePuts:
         self._waiting_bytes = 0
 
     def _forget_evicted(self) -> None:
-        waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
+        waiting, self._waiting, self._waiting_bytes = self._waiting, OrderedDict(), 0
         for key, anchor in waiting.items():
             if self._index.lookup(key) is Lookup.HIT:
                 self._wait(key, anchor)
@@ -98,8 +99,8 @@ class RemotePuts:
         for _ in range(min(len(self._waiting), _MAX_PER_STEP)):
             if not self._fits_next(room):
                 break
-            key = next(iter(self._waiting))
-            anchor, nbytes = self._waiting.pop(key), _bytes_of(key, self._groups)
+            key, anchor = self._waiting.popitem(last=False)
+            nbytes = _bytes_of(key, self._groups)
             self._waiting_bytes -= nbytes
             server = self._cluster.server_for(anchor)
             if server is None:

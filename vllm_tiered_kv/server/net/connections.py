@@ -113,6 +113,7 @@ class Connections:
         self._last_check = time.monotonic()
         self._is_shedding = False
         self._has_shed = False
+        self._ending: dict[int, int] = {}  # descriptors that zmq has yet to close; their inodes
         self._shed_count = 0  # closed since the last log line about it
         self._last_shed_log = 0.0
         self._peak = 0  # of network memory, since the last trim
@@ -176,7 +177,10 @@ class Connections:
             event, descriptor = _MONITOR_EVENT.unpack(event_frame)
             if event == zmq.EVENT_ACCEPTED:
                 self._add(listener, descriptor)
-            else:
+                continue
+            connection = self._open.get(descriptor)
+            # Another listener may have reused the number, and its news be read first.
+            if connection is not None and connection.listener is listener:
                 self._forget(descriptor)
 
     def _forget(self, descriptor: int) -> None:
@@ -189,9 +193,8 @@ class Connections:
                 self.on_closed(peer)
 
     def _add(self, listener: Listener, descriptor: int) -> None:
-        try:
-            inode = os.fstat(descriptor).st_ino
-        except OSError:  # closed already
+        inode = _inode(descriptor)
+        if inode is None:  # closed already
             return
         self._forget(descriptor)
         self._open[descriptor] = _Connection(listener, inode)
@@ -276,6 +279,7 @@ class Connections:
             network.unfinished -= one.unfinished
             network.mark_disconnected(peer)
             self._disconnect(descriptor)
+            self._ending[descriptor] = one.inode
             self.on_client_shed(peer, "network memory is full and this client uses the most")
             self._recorder.add(names.CLIENTS_DROPPED, 1)
             self._shed_count += 1
@@ -294,9 +298,11 @@ class Connections:
 
     def _trim_heap(self, elapsed: float) -> None:
         """Returns freed memory to the system after a peak. malloc keeps it otherwise, which is
-        right while messages come and go."""
+        right while messages come and go. zmq frees messages when it closes their connection."""
+        ending = self._ending.items()
+        self._ending = {number: inode for number, inode in ending if _inode(number) == inode}
         is_quiet = self._peak > _TRIM_PEAK_BYTES and self._network.total < _TRIM_PEAK_BYTES // 4
-        is_due = is_quiet or self._has_shed
+        is_due = (is_quiet or self._has_shed) and not self._ending
         self._quiet_s = self._quiet_s + elapsed if is_due else 0.0
         if self._quiet_s > (_MAX_ELAPSED_S if self._has_shed else _TRIM_DELAY_S):
             self._peak = 0
@@ -359,6 +365,14 @@ class Connections:
                     one.shutdown(socket.SHUT_RDWR)
         finally:
             os.close(own)
+
+
+def _inode(descriptor: int) -> int | None:
+    """None if it is closed."""
+    try:
+        return os.fstat(descriptor).st_ino
+    except OSError:
+        return None
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,11 +29,11 @@ class Namespaces:
     def __init__(self, folder: Path | None, max_namespaces: int) -> None:
         self._max_namespaces = max_namespaces
         self._seen: set[bytes] = set()  # logged
-        self._shapes: dict[bytes, Shape] = {}  # least recently used first
+        self._shapes: OrderedDict[bytes, Shape] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()  # the file's thread reads `_shapes`
         self._file: NamespaceFile | None = None
         if folder is not None:
-            self._shapes = read(folder / FILE)
+            self._shapes.update(read(folder / FILE))
             self._file = NamespaceFile(folder / FILE, self._snapshot)
 
     def __len__(self) -> int:
@@ -90,8 +91,7 @@ class Namespaces:
         with self._lock:
             self._shapes.pop(namespace, None)
             if len(self._shapes) >= self._max_namespaces:
-                forgotten = next(iter(self._shapes))
-                del self._shapes[forgotten]
+                forgotten, _ = self._shapes.popitem(last=False)
                 self._seen.discard(forgotten)
             self._shapes[namespace] = shape
 

@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -64,7 +64,8 @@ class StoreExecutor:
         self._recorder = recorder
         self._keeps_queue = keeps_queue
         self._queue: deque[_Call] = deque()
-        self._by_client: dict[Hashable, deque[_Call]] = {}  # in the order clients are served
+        # In the order in which clients are served.
+        self._by_client: OrderedDict[Hashable, deque[_Call]] = OrderedDict()
         self._is_clients_turn = False
         self._timed: dict[_Call, None] = {}  # calls with a deadline and no result, earliest first
         self._hung_threads = 0
@@ -170,8 +171,7 @@ class StoreExecutor:
                     return None
                 self._work.wait()
             if self._by_client and (self._is_clients_turn or not self._queue):
-                client = next(iter(self._by_client))
-                line = self._by_client.pop(client)
+                client, line = self._by_client.popitem(last=False)
                 call = line.popleft()
                 if line:
                     self._by_client[client] = line  # behind the other clients

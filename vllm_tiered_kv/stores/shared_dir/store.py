@@ -13,6 +13,7 @@ import logging
 import os
 import stat
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -96,7 +97,7 @@ class UnsyncedBlocks:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._written: dict[StoreKey, None] = {}
-        self._lost: dict[StoreKey, None] = {}
+        self._lost: OrderedDict[StoreKey, None] = OrderedDict()
         self.failures = 0  # number of failed syncs
 
     @property
@@ -140,7 +141,7 @@ class UnsyncedBlocks:
     def _lose(self, keys: Sequence[StoreKey]) -> None:
         self._lost.update(dict.fromkeys(keys))
         while len(self._lost) > _MAX_UNSYNCED:
-            del self._lost[next(iter(self._lost))]
+            self._lost.popitem(last=False)
 
     def is_lost(self, key: StoreKey) -> bool:
         return key in self._lost
