@@ -1,6 +1,6 @@
 """Defines the format of a block in shared stores: a header of 256 bytes, then the payload.
 
-It is the content of a file of the shared directory and of a value in Redis or Mooncake.
+It is the content of a file of the shared directory and of a value in Redis, Mooncake or S3.
 
 All integers are little-endian.
 

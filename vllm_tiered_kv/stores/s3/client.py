@@ -14,15 +14,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from obstore.exceptions import BaseError
-from obstore.store import ClientConfig, S3Config
 from obstore.store import S3Store as Bucket
 
 from vllm_tiered_kv.core.breaker import Attempt, Breaker, BreakerState
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.stores.s3.settings import S3Settings
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, S3Config
 
 TRANSFERS = 32  # of one call at once
 LOOKUPS = 128  # likewise, of requests without payload
