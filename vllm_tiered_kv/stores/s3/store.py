@@ -127,8 +127,9 @@ class S3Store(NetworkStore):
                 self._bucket, name, options={"range": (0, HEADER_BYTES)}
             )
             header = decode_header(bytes(await found.bytes_async()))
-            is_whole = header is not None and header.key == key
-            return header if is_whole and header.file_bytes == found.meta["size"] else None
+            if header is None or header.key != key or header.file_bytes != found.meta["size"]:
+                return None
+            return header
 
         if self._closed:
             return [(None, False)] * len(keys)
