@@ -136,12 +136,13 @@ class S3Store(NetworkStore):
         facts: list[tuple[BlockFacts | None, bool]] = []
         damaged: list[StoreKey] = []
         for key, header in zip(keys, self.client.each(head, keys, deadline, LOOKUPS), strict=True):
-            if isinstance(header, Failure):
-                facts.append((None, header.status in (_ABSENT, _NO_SUCH_RANGE)))
-            else:
-                facts.append((None if header is None else header.facts, True))
-            if header is None or (isinstance(header, Failure) and header.status == _NO_SUCH_RANGE):
+            if isinstance(header, BlockHeader):
+                facts.append((header.facts, True))
+                continue
+            is_damaged = header is None or header.status == _NO_SUCH_RANGE
+            if is_damaged:
                 damaged.append(key)
+            facts.append((None, is_damaged or header.status == _ABSENT))
         self._remove_damaged(damaged, deadline)
         return facts
 
