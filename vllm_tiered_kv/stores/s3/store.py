@@ -138,11 +138,11 @@ class S3Store(NetworkStore):
         for key, header in zip(keys, self.client.each(head, keys, deadline, LOOKUPS), strict=True):
             if isinstance(header, BlockHeader):
                 facts.append((header.facts, True))
-                continue
-            is_damaged = header is None or header.status == _NO_SUCH_RANGE
-            if is_damaged:
+            elif header is None or header.status == _NO_SUCH_RANGE:
                 damaged.append(key)
-            facts.append((None, is_damaged or header.status == _ABSENT))
+                facts.append((None, True))
+            else:
+                facts.append((None, header.status == _ABSENT))
         self._remove_damaged(damaged, deadline)
         return facts
 
