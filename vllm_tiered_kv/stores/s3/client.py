@@ -1,8 +1,8 @@
 """Requests to an S3 service: many at once, within a deadline, and what their failures say of it.
 
 The requests are those of obstore, which runs them on threads of its own. A call collects them in an
-event loop of the calling thread. When its deadline is over, it cancels those that are left, so that
-nothing touches its buffers after it has returned.
+event loop of the calling thread. When its deadline is over, it cancels those that are left.
+Payloads are copied, so nothing touches its caller's buffers afterwards.
 """
 
 from __future__ import annotations

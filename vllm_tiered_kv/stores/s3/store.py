@@ -204,12 +204,10 @@ class S3Store(NetworkStore):
         async def write(n: int) -> None:
             item = items[n]
             header = BlockHeader(item.key, item.parent, len(payloads[n]), checksums[n])
+            # A copy, as a cancelled request may still be on its way for a moment.
+            content = b"".join((encode_header(header), payloads[n]))
             await obstore.put_async(
-                self._bucket,
-                self._name(item.key),
-                [encode_header(header), payloads[n]],
-                mode="create",
-                use_multipart=False,
+                self._bucket, self._name(item.key), content, mode="create", use_multipart=False
             )
 
         failed: list[Failure] = []
