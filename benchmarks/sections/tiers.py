@@ -138,7 +138,35 @@ def _distributed(result: Result) -> str:
     ]  # fmt: skip
     client = ", ".join(result.data["client"])
     title = f"### {result.data['store'].capitalize()}, beside {client}\n"
-    return "\n".join([title, measured_on(result), table(header, rows)])
+    parts = [title, measured_on(result), table(header, rows)]
+    if "client_verified" in result.data["sizes"][0]["put"]:
+        parts += [_ADDED, _added(result)]
+    return "\n".join(parts)
+
+
+_ADDED = """\
+What the store adds to the client: speed as a part of that of the client alone, and in brackets the
+client's processor time over that with it. *header* is the client with a header beside each block,
+in memory of its own; *checksum* is this client when it computes checksums too, the least that a
+store with this format and this promise does; *store* is the store, which also asks before a put
+what is there.
+"""
+
+
+def _added(result: Result) -> str:
+    rows = []
+    for size in result.data["sizes"]:
+        cells = [f"{size['block_bytes'] // 1024:,} KiB"]
+        for action in ("put", "get"):
+            store = size[action]
+            for one in (store["client_header"], store["client_verified"], store):
+                both = [number(one[ratio]["median"], 2) for ratio in ("ratio", "cpu_ratio")]
+                cells.append(f"{both[0]} ({both[1]})")
+        rows.append(cells)
+    ways = ("header", "checksum", "store")
+    return table(
+        ["block", *(f"{action}, {way}" for action in ("put", "get") for way in ways)], rows
+    )
 
 
 _SSD = """\

@@ -153,7 +153,8 @@ def test_unknown_scheme_names_the_known_ones_and_their_extras() -> None:
         "must start with one of file://, "
         "mooncake:// (needs pip install 'vllm-tiered-kv[mooncake]'), "
         "redis:// (needs pip install 'vllm-tiered-kv[redis]'), "
-        "rediss:// (needs pip install 'vllm-tiered-kv[redis]')"
+        "rediss:// (needs pip install 'vllm-tiered-kv[redis]'), "
+        "s3:// (needs pip install 'vllm-tiered-kv[s3]')"
     ) in said.stderr
 
 

@@ -1,4 +1,4 @@
-"""A Mooncake Store or a Redis directly behind an engine, without a daemon."""
+"""A Mooncake Store, a Redis or a bucket directly behind an engine, without a daemon."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.patience import eventually
 from tests.remote.engine import IDENTITY, NBYTES, block_keys, buffers, content, items, within
 from tests.stores.mooncake_servers import MooncakeServers, mooncake_servers
 from tests.stores.redis_servers import redis_server
+from tests.stores.s3_servers import s3_server, use_credentials
 from vllm_tiered_kv.cache.ledger import StoreReport
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector.direct_store import DirectStore, open_direct
@@ -55,10 +56,15 @@ def mooncake() -> Iterator[MooncakeServers]:
         yield started
 
 
-@pytest.fixture(params=["mooncake", "redis"])
-def url(request: pytest.FixtureRequest) -> Iterator[str]:
+@pytest.fixture(params=["mooncake", "redis", "s3"])
+def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "mooncake":
         yield request.getfixturevalue("mooncake").url
+        return
+    if request.param == "s3":
+        use_credentials(monkeypatch)
+        with s3_server() as service:
+            yield service.url()
         return
     with redis_server() as server:
         yield server.url

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import logging
-import random
 import signal
 import socket
-import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +15,7 @@ import pytest
 import xxhash
 
 from tests.patience import eventually, mostly_slow
+from tests.stores.certificates import make_certificates
 from tests.stores.contract import (
     MIB,
     StoreCase,
@@ -39,6 +36,8 @@ from tests.stores.redis_servers import (
     redis_server,
     require_redis,
 )
+from tests.stores.speaker import Speaker
+from tests.stores.traffic import LATE_S, Traffic
 from vllm_tiered_kv.core.store import PutResult, StoreKey
 from vllm_tiered_kv.errors import ConfigError, NotDeletedError
 from vllm_tiered_kv.stores.block_format import BlockHeader, encode_header
@@ -46,7 +45,6 @@ from vllm_tiered_kv.stores.registry import BackingOptions, check, open_store, re
 
 TIMEOUT_S = 2.0
 KEPT = {PutResult.STORED, PutResult.PRESENT}
-LATE_S = 20.0  # far beyond any deadline, and below a hang
 
 
 @pytest.fixture(scope="module")
@@ -368,22 +366,6 @@ def test_server_that_wants_a_password_refuses(tmp_path: Path) -> None:
         store.close()
 
 
-def make_certificates(folder: Path) -> None:
-    """Two authorities, `ca` and `wrong`, and a certificate for 127.0.0.1 of the first one."""
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    for ca in ("ca", "wrong"):
-        openssl("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
-                "-subj", f"/CN={ca}", "-keyout", f"{ca}.key", "-out", f"{ca}.crt")  # fmt: skip
-    openssl("req", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=127.0.0.1",
-            "-keyout", "server.key", "-out", "server.csr")  # fmt: skip
-    (folder / "ext").write_text("subjectAltName=IP:127.0.0.1\n")
-    openssl("x509", "-req", "-in", "server.csr", "-CA", "ca.crt", "-CAkey", "ca.key",
-            "-CAcreateserial", "-days", "2", "-extfile", "ext", "-out", "server.crt")  # fmt: skip
-
-
 def test_tls_works_and_its_mistakes_are_clear_errors(tmp_path: Path) -> None:
     require_redis("openssl")
     make_certificates(tmp_path)
@@ -478,30 +460,6 @@ def test_hung_server_costs_a_deadline_and_then_nothing(empty: RedisServer) -> No
     store.close()
 
 
-class Speaker:
-    """A server that answers every connection with the same bytes."""
-
-    def __init__(self, answer: bytes) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._answer = answer
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        held = []
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            held.append(connection)
-            connection.recv(1 << 16)
-            connection.sendall(self._answer)
-
-    def close(self) -> None:
-        self._listener.close()
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -515,7 +473,7 @@ def test_server_that_is_no_redis_is_a_miss_or_an_error(answer: bytes) -> None:
     speaker = Speaker(answer)
     begin = time.monotonic()
     try:
-        store = open_redis(speaker.url, 0.5)
+        store = open_redis(f"redis://{speaker.address}", 0.5)
     except ConfigError:
         pass
     else:
@@ -524,54 +482,6 @@ def test_server_that_is_no_redis_is_a_miss_or_an_error(answer: bytes) -> None:
         store.close()
     assert time.monotonic() - begin < LATE_S
     speaker.close()
-
-
-class Traffic:
-    """Threads that put and read blocks, and note bytes that are wrong and calls that are late."""
-
-    def __init__(self, store: Any, threads: int = 3) -> None:
-        self._store = store
-        self._ends = threading.Event()
-        self.wrong: list[str] = []
-        self.slowest_s = 0.0
-        self.hits = self.misses = self.failed = 0
-        self._threads = [
-            threading.Thread(target=partial(self._guarded, seed)) for seed in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _guarded(self, seed: int) -> None:
-        try:
-            self._run(random.Random(seed))
-        except BaseException as error:
-            self.wrong.append(repr(error))
-
-    def _run(self, rng: random.Random) -> None:
-        keys = chain_keys("traffic", 60)
-        sizes = {key: 1 + 1777 * n for n, key in enumerate(keys)}
-        while not self._ends.is_set():
-            some = rng.sample(keys, 8)
-            begin = time.monotonic()
-            if rng.random() < 0.4:
-                results = self._store.put([item(key, sizes[key]) for key in some])
-                self.failed += results.count(PutResult.FAILED)
-            else:
-                buffers = [bytearray(sizes[key]) for key in some]
-                found = self._store.get(some, [memoryview(buffer) for buffer in buffers])
-                self.hits += sum(found)
-                self.misses += len(found) - sum(found)
-                for key, buffer, hit in zip(some, buffers, found, strict=True):
-                    if hit and bytes(buffer) != content(key, sizes[key]):
-                        self.wrong.append("a hit with other bytes")
-            self.slowest_s = max(self.slowest_s, time.monotonic() - begin)
-            time.sleep(0.005)
-
-    def end(self) -> None:
-        self._ends.set()
-        for thread in self._threads:
-            thread.join(LATE_S)
-            assert not thread.is_alive()
 
 
 def test_hung_primary_takes_no_time_from_the_others(cluster: RedisCluster) -> None:

@@ -35,7 +35,8 @@ from vllm_tiered_kv.stores.registry import BackingOptions, BackingStore
 
 logger = logging.getLogger(__name__)
 
-_SCHEMES = ("mooncake", "redis", "rediss")  # they limit themselves; a folder needs a daemon's gc
+# They limit themselves, or their owner does; a folder needs a daemon's garbage collector.
+_SCHEMES = ("mooncake", "redis", "rediss", "s3")
 _MAX_TIMEOUT_S = 2.0  # for an answer of the store; a load may need several
 _OPEN_AGAIN_S = 60.0  # after a refusal, which an operator has to mend
 _MAX_LATE = 8  # transfers past their deadline; beyond it the store counts as down

@@ -87,7 +87,8 @@ class ServerOptions:
         "A slower tier behind the others, shared by many daemons: `file:///mnt/kv` is a "
         "folder on a shared file system and needs `backing_space`, `backing_ttl` or both; "
         "`redis://HOST:PORT` is a Redis server or cluster, `rediss://` the same with TLS; "
-        "`mooncake://HOST:PORT` is the master of a Mooncake Store.",
+        "`mooncake://HOST:PORT` is the master of a Mooncake Store; `s3://BUCKET` is a bucket of an "
+        "S3 service.",
     )
     backing_space: int = size(
         0, "Size to which garbage collection shrinks the backing folder. 0: no limit.", zero=True

@@ -1,6 +1,6 @@
 """Defines the format of a block in shared stores: a header of 256 bytes, then the payload.
 
-It is the content of a file of the shared directory and of a value in Redis or Mooncake.
+It is the content of a file of the shared directory and of a value in Redis, Mooncake or S3.
 
 All integers are little-endian.
 
@@ -28,7 +28,7 @@ a collector can distinguish the tail of a chain from its head.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_tiered_kv.core.store import MAX_KEY_BYTES, BlockFacts, StoreKey
 from vllm_tiered_kv.native.cpu import xxh3_64
@@ -43,9 +43,8 @@ assert _FIELDS.size + _CHECKSUM.size == HEADER_BYTES
 assert MAX_KEY_BYTES == 64
 
 
-@dataclass(frozen=True)
-class BlockHeader:
-    """The decoded header of a block."""
+class BlockHeader(NamedTuple):
+    """The decoded header of a block. A tuple, as one is made for every block that is moved."""
 
     key: StoreKey
     parent: StoreKey | None

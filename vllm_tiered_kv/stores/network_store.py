@@ -60,7 +60,7 @@ def count_leading(
 
 
 class NetworkStore:
-    """Base of the stores in Redis and Mooncake. Thread-safe."""
+    """Base of the stores in Redis, Mooncake and S3. Thread-safe."""
 
     def __init__(self) -> None:
         self.on_lost: OnLost = lambda keys: None  # never called: nothing is acknowledged early

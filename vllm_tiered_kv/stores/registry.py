@@ -83,6 +83,7 @@ _SCHEMES = {
     ),
     "redis": _REDIS,
     "rediss": _REDIS,
+    "s3": _Scheme("vllm_tiered_kv.stores.s3.store", "s3"),
 }
 
 

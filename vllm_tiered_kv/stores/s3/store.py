@@ -1,0 +1,293 @@
+"""A BlockStore in a bucket of an S3 service (`s3://`): AWS, or one of the many that speak S3.
+
+A block is one object: its header and payload, as `block_format.py` defines them. `docs/stores.md`
+describes names and content for other programs. Every read is verified; a damaged block is a miss,
+is counted and is deleted. The bucket has no limit of its own; its lifecycle rules delete.
+
+Errors become results of a call, not exceptions, except that `delete` raises if a block may remain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+
+import obstore
+
+from vllm_tiered_kv.core.store import (
+    BlockFacts,
+    Durability,
+    PutItem,
+    PutResult,
+    StoreKey,
+    StoreUsage,
+)
+from vllm_tiered_kv.errors import ConfigError, NotDeletedError
+from vllm_tiered_kv.native.cpu import HostRegion, copy_and_hash, hash_buffers
+from vllm_tiered_kv.stores.block_format import (
+    HEADER_BYTES,
+    VERSION,
+    BlockHeader,
+    decode_header,
+    encode_header,
+    is_key,
+)
+from vllm_tiered_kv.stores.network_store import (
+    WRITE_TIMEOUT_FACTOR,
+    Event,
+    NetworkStore,
+    count_leading,
+)
+from vllm_tiered_kv.stores.registry import BackingOptions
+from vllm_tiered_kv.stores.s3.client import LOOKUPS, Failure, S3Client
+from vllm_tiered_kv.stores.s3.settings import S3Settings, parse_settings
+
+logger = logging.getLogger(__name__)
+
+RIGHTS = "s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket"
+
+_ABSENT = 404
+_NO_SUCH_RANGE = 416  # an object without content
+_PRESENT = (409, 412)
+
+
+def check(options: BackingOptions) -> None:
+    parse_settings(options)
+
+
+def open_store(options: BackingOptions) -> S3Store:
+    store = S3Store(parse_settings(options))
+    store.require_access()
+    return store
+
+
+class S3Store(NetworkStore):
+    """A BlockStore in a bucket. Thread-safe. The daemon owns one as its backing tier and calls it
+    on executors; no call takes longer than its deadline."""
+
+    def __init__(self, settings: S3Settings) -> None:
+        """Connects with the first call. Raises ConfigError if the library refuses the settings."""
+        super().__init__()
+        self.settings = settings
+        self.client = S3Client(settings, lambda: self.on_unanswered())
+        self._bucket = self.client.bucket
+        self._prefix = f"{settings.prefix}/{VERSION}/"
+
+    def require_access(self) -> None:
+        """Raises ConfigError if the service answers but does not let this client work. A service
+        that does not answer is no error: the store uses it once it does."""
+
+        async def use(name: str) -> None:
+            await obstore.put_async(self._bucket, name, b"", use_multipart=False)
+            await obstore.delete_async(self._bucket, name)
+            # Without the right to list, a miss is refused instead.
+            with contextlib.suppress(FileNotFoundError):
+                await obstore.get_async(self._bucket, name)
+
+        [failure] = self.client.each(use, [f"{self._prefix}probe"], self._deadline())
+        if failure is not None and (failure.is_refusal or not failure.is_unanswered):
+            raise ConfigError(
+                "backing",
+                f"s3://{self.settings.bucket}: {failure.reason} (the credentials in the "
+                f"environment need the rights {RIGHTS})",
+            )
+
+    # ---- lookups --------------------------------------------------------------------------------
+
+    def match(self, keys: Sequence[StoreKey]) -> int:
+        deadline = self._deadline()
+        return count_leading(keys, lambda some: self._contains(some, deadline))
+
+    def contains(self, keys: Sequence[StoreKey]) -> list[bool]:
+        """Does not see damage; a get does."""
+        return self._contains(keys, self._deadline())
+
+    def _contains(self, keys: Sequence[StoreKey], deadline: float) -> list[bool]:
+        async def size(key: StoreKey) -> int:
+            return (await obstore.head_async(self._bucket, self._name(key)))["size"]
+
+        sizes = [] if self._closed else self.client.each(size, keys, deadline, LOOKUPS)
+        here = [not isinstance(one, Failure) and one >= HEADER_BYTES for one in sizes]
+        return here or [False] * len(keys)
+
+    def describe(self, keys: Sequence[StoreKey]) -> list[BlockFacts | None]:
+        """Reads headers only: a block whose payload is damaged is still described."""
+        return [facts for facts, _ in self._look_up(keys, self._deadline())]
+
+    def _look_up(
+        self, keys: Sequence[StoreKey], deadline: float
+    ) -> list[tuple[BlockFacts | None, bool]]:
+        """The facts of each block, and whether the service has answered. Deletes damage."""
+
+        async def head(key: StoreKey) -> BlockHeader | None:
+            name = self._name(key)
+            found = await obstore.get_async(
+                self._bucket, name, options={"range": (0, HEADER_BYTES)}
+            )
+            header = decode_header(bytes(await found.bytes_async()))
+            if header is None or header.key != key or header.file_bytes != found.meta["size"]:
+                return None
+            return header
+
+        if self._closed:
+            return [(None, False)] * len(keys)
+        facts: list[tuple[BlockFacts | None, bool]] = []
+        damaged: list[StoreKey] = []
+        for key, header in zip(keys, self.client.each(head, keys, deadline, LOOKUPS), strict=True):
+            if isinstance(header, BlockHeader):
+                facts.append((header.facts, True))
+            elif header is None or header.status == _NO_SUCH_RANGE:
+                damaged.append(key)
+                facts.append((None, True))
+            else:
+                facts.append((None, header.status == _ABSENT))
+        self._remove_damaged(damaged, deadline)
+        return facts
+
+    # ---- bytes ----------------------------------------------------------------------------------
+
+    def get(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[bool]:
+        if self._closed:
+            return [False] * len(keys)
+        deadline = self._deadline()
+
+        async def read(job: tuple[StoreKey, memoryview]) -> bool | None:
+            """Whether the block is whole; None if the object has another length."""
+            key, buffer = job
+            found = await obstore.get_async(self._bucket, self._name(key))
+            if found.meta["size"] != HEADER_BYTES + len(buffer):
+                return None
+            content = memoryview(await found.bytes_async())
+            header = decode_header(bytes(content[:HEADER_BYTES]))
+            if header is None or header.key != key or header.payload_bytes != len(buffer):
+                return False
+            return copy_and_hash([buffer], [content[HEADER_BYTES:]]) == [header.payload_checksum]
+
+        jobs = [(key, buffer.cast("B")) for key, buffer in zip(keys, into, strict=True)]
+        results = self.client.each(read, jobs, deadline)
+        failed = [one for one in results if isinstance(one, Failure) and one.status != _ABSENT]
+        self._fail(Event.READ_ERROR, failed)
+        by_key = dict(zip(keys, results, strict=True))
+        self._remove_damaged([key for key, one in by_key.items() if one is False], deadline)
+        self._look_up([key for key, one in by_key.items() if one is None], deadline)
+        return [one is True for one in results]
+
+    def put(
+        self, items: Sequence[PutItem], durability: Durability = Durability.MEMORY
+    ) -> list[PutResult]:
+        """Every durability is the same: that of this service."""
+        if self._closed:
+            return [PutResult.DROPPED] * len(items)
+        deadline = self._deadline(WRITE_TIMEOUT_FACTOR)
+        results = [PutResult.FAILED] * len(items)
+        first: dict[StoreKey, int] = {}
+        payloads = [item.payload.cast("B") for item in items]
+        checksums = hash_buffers(payloads, threads=0)
+        for n, item in enumerate(items):
+            is_bad = item.checksum not in (None, checksums[n])
+            if is_bad or not is_key(item.key) or not is_key(item.parent or b"no parent"):
+                self._count(Event.BAD_BLOCK)
+            else:
+                first.setdefault(item.key, n)
+        wanted: list[int] = []
+        known = self._look_up(list(first), deadline)
+        for n, (facts, is_answered) in zip(first.values(), known, strict=True):
+            if facts is not None:
+                results[n] = PutResult.PRESENT
+            elif is_answered:
+                wanted.append(n)
+            else:
+                self._count(Event.WRITE_ERROR)
+
+        async def write(n: int) -> None:
+            item = items[n]
+            header = BlockHeader(item.key, item.parent, len(payloads[n]), checksums[n])
+            # A copy, as a cancelled request may still be on its way for a moment.
+            content = b"".join((encode_header(header), payloads[n]))
+            await obstore.put_async(
+                self._bucket, self._name(item.key), content, mode="create", use_multipart=False
+            )
+
+        failed: list[Failure] = []
+        for n, failure in zip(wanted, self.client.each(write, wanted, deadline), strict=True):
+            if failure is None:
+                results[n] = PutResult.STORED
+            elif failure.status in _PRESENT:
+                results[n] = PutResult.PRESENT
+            else:
+                failed.append(failure)
+        self._fail(Event.WRITE_ERROR, failed)
+        for n, item in enumerate(items):
+            source = first.get(item.key, n)
+            if n > source:
+                is_kept = results[source] in (PutResult.STORED, PutResult.PRESENT)
+                results[n] = PutResult.PRESENT if is_kept else results[source]
+        return results
+
+    def delete(self, keys: Sequence[StoreKey]) -> int:
+        if self._closed:
+            return 0
+        deadline = self._deadline()
+        unique = list(dict.fromkeys(keys))
+        here = self._contains(unique, deadline)
+        failed = self._remove(unique, deadline)
+        if failed:
+            raise NotDeletedError(len(failed), f"S3: {failed[0].reason}")
+        return sum(here)
+
+    def _remove(self, keys: Sequence[StoreKey], deadline: float) -> list[Failure]:
+        async def remove(key: StoreKey) -> None:
+            await obstore.delete_async(self._bucket, self._name(key))
+
+        removed = self.client.each(remove, keys, deadline, LOOKUPS)
+        return [one for one in removed if one is not None and one.status != _ABSENT]
+
+    def _remove_damaged(self, damaged: Sequence[StoreKey], deadline: float) -> None:
+        if damaged:
+            self._count(Event.DAMAGED, len(damaged))
+            self._remove(damaged, deadline)
+
+    # ---- the rest -------------------------------------------------------------------------------
+
+    def use_memory(self, memory: HostRegion) -> None:
+        """No-op: payloads are copied into any memory."""
+
+    def usage(self) -> StoreUsage:
+        """Lists all blocks, which takes a request for each thousand: nobody else does, so
+        `known_usage` stays empty."""
+
+        async def count(prefix: str) -> StoreUsage:
+            blocks = used = 0
+            async for some in obstore.list(self._bucket, prefix, chunk_size=1000):
+                blocks += len(some)
+                used += sum(one["size"] for one in some)
+            return StoreUsage(blocks, used, 0)
+
+        deadline = self._deadline(WRITE_TIMEOUT_FACTOR)
+        [found] = self.client.each(count, [self._prefix], deadline)
+        if not isinstance(found, Failure):
+            self._usage = found
+        return self._usage
+
+    @property
+    def is_absent(self) -> bool:
+        return self.client.is_absent
+
+    def close(self) -> None:
+        """Afterwards every lookup is a miss and every put is dropped."""
+        self._closed = True
+
+    def _deadline(self, factor: float = 1.0) -> float:
+        return time.monotonic() + factor * self.settings.timeout_s
+
+    def _name(self, key: StoreKey) -> str:
+        return self._prefix + key.hex()
+
+    def _fail(self, event: Event, failures: Sequence[Failure]) -> None:
+        """Counts blocks; logs a reason at most once a minute."""
+        self._count(event, len(failures))
+        answered = [one for one in failures if one.status]
+        if answered and self._log_interval.is_due():
+            logger.warning("S3: %s (logged at most once a minute)", answered[0].reason)
