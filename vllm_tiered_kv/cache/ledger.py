@@ -195,8 +195,10 @@ class TransferLedger:
             return
         del self._puts[job_id]
         least = min(put.reports, key=lambda report: report.stored)
+        sent = put.slots[: least.stored]  # still pinned, so they hold what was sent
+        self._index.mark_sent(sent)
         for tell in self.on_sent:
-            tell(put.slots[: least.stored])  # still pinned, so they hold what was sent
+            tell(sent)
         self._index.unpin(put.slots)
         self.pending_put_bytes -= len(put.slots) * put.block_bytes
         if self._was_overdue(job_id):
