@@ -182,7 +182,7 @@ def test_nothing_found_is_a_miss() -> None:
     lookups.close()
 
 
-def test_no_answer_from_any_daemon_is_not_a_miss() -> None:
+def test_lookup_without_any_answer_is_not_a_miss() -> None:
     keys = chain(20)
     servers = placed(keys, Server("a"))
     servers.is_up = False
@@ -222,7 +222,7 @@ def test_a_lookup_that_waits_for_a_thread_keeps_its_deadline_too() -> None:
     lookups.close()
 
 
-def test_a_lookup_that_breaks_is_a_miss() -> None:
+def test_lookup_that_raises_is_a_miss() -> None:
     """The answer is taken in the engine's own loop: nothing may be raised there."""
     keys = chain(4)
 
