@@ -53,7 +53,7 @@ EXCLUDED = (
     "torch_goes_on_after_our_errors",
 )
 """Excluded tests, by parts of their names. Other tests cover the same copies."""
-READ_AFTER_BATCH = ("staged", "auto", "dma", "what_was_measured_is_remembered")
+READ_AFTER_BATCH = ("staged", "auto", "dma")
 """Also excluded if `initcheck` ignores all but the first copy of a batch."""
 BATCH = "batch"
 

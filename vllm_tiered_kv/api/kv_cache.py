@@ -331,9 +331,9 @@ class KVCache:
         except IndexError:
             buffer = np.empty((0, self._token_bytes), np.uint8)
         chunk_bytes = self.chunk_size * self._token_bytes
-        most = max(_BUFFER_CHUNKS, _BUFFER_BYTES // chunk_bytes) * self.chunk_size
-        if len(buffer) < min(tokens, most):
-            buffer = np.empty((min(tokens, most), self._token_bytes), np.uint8)
+        max_rows = max(_BUFFER_CHUNKS, _BUFFER_BYTES // chunk_bytes) * self.chunk_size
+        if len(buffer) < min(tokens, max_rows):
+            buffer = np.empty((min(tokens, max_rows), self._token_bytes), np.uint8)
         try:
             yield buffer
         finally:
