@@ -161,7 +161,7 @@ class ComputeOnce:
             found = self._leader_of(keys, had, limit)  # the next one
         if self._claims is None or not sends_blocks or request_id in self._not_asking:
             return Verdict.GO
-        return self._ask_others(self._claims, request_id, keys, had, limit)
+        return self._query_engines(self._claims, request_id, keys, had, limit)
 
     def admitted(
         self, request_id: str, keys: Sequence[BlockKey], had: int, is_loading: bool
@@ -292,7 +292,7 @@ class ComputeOnce:
 
     # ---- other engines --------------------------------------------------------------------------
 
-    def _ask_others(
+    def _query_engines(
         self, claims: Claims, request_id: str, keys: Sequence[BlockKey], had: int, limit: int
     ) -> Verdict:
         """Claims what the request is about to compute, or lets it wait for another engine's claim.

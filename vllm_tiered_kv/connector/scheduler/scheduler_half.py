@@ -641,12 +641,12 @@ class SchedulerHalf:
 
 def _response(state: RequestState) -> dict[str, Any] | None:
     """What the response of a finished request says about the cache."""
-    said: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if state.ignored_controls:
-        said[IGNORED] = state.ignored_controls
+        fields[IGNORED] = state.ignored_controls
     if state.control.explain and state.account is not None:
-        said[EXPLAIN] = state.account.as_json()
-    return {SECTION: said} if said else None
+        fields[EXPLAIN] = state.account.as_json()
+    return {SECTION: fields} if fields else None
 
 
 def watch_new_blocks(pool: BlockPool, on_allocated: Callable[[list[int]], None]) -> None:

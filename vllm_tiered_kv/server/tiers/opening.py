@@ -109,13 +109,13 @@ def _logging_progress(what: str) -> Iterator[None]:
     """Logs regularly while the body runs: a disk may be slow, or hang."""
     has_ended = threading.Event()
 
-    def tell() -> None:
+    def log_progress() -> None:
         begin = time.monotonic()
         while not has_ended.wait(_PROGRESS_INTERVAL_S):
             waited_s = time.monotonic() - begin
             logger.warning("%s after %.0f s; the daemon waits for it to start", what, waited_s)
 
-    threading.Thread(target=tell, name="tiered-kv-opening-ssd", daemon=True).start()
+    threading.Thread(target=log_progress, name="tiered-kv-opening-ssd", daemon=True).start()
     try:
         yield
     finally:
