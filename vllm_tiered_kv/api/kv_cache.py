@@ -324,7 +324,7 @@ class KVCache:
 
     @contextlib.contextmanager
     def _buffer(self, tokens: int) -> Iterator[NDArray[np.uint8]]:
-        """Lends memory for the states of some or all of the tokens, one row per token. Keeps it for
+        """Provides memory for the states of some or all of the tokens, a row each. Keeps it for
         later calls, because the kernel takes as long to provide new pages as to copy into them."""
         try:
             buffer = self._buffers.pop()
