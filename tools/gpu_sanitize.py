@@ -41,19 +41,19 @@ EXCLUDED = (
     "a_stream_waits_for_an_event",
     "store_reads_after_earlier_compute",
     "a_load_waits_for_the_fence",
-    "the_forward_waits_for_what_is_loaded",
-    "a_step_waits_for_what_began",
-    "all_that_was_under_way",
+    "forward_waits_for_its_early_load",
+    "step_waits_for_loads_that_began",
+    "settle_waits_for_all_running_copies",
     "store_may_read_what_writers_that_do_not_wait",
     "wait_for_an_earlier_store_does",
-    "a_load_behind_a_fence",
+    "load_after_a_fence_follows",
     "the_oldest_of_too_large_a_backlog",
     "a_channel_reads_shared_memory",
     # It provokes CUDA errors, which end a sanitized context although they are no memory errors.
     "torch_goes_on_after_our_errors",
 )
 """Excluded tests, by parts of their names. Other tests cover the same copies."""
-READ_AFTER_BATCH = ("staged", "auto", "dma", "what_was_measured_is_remembered")
+READ_AFTER_BATCH = ("staged", "auto", "dma")
 """Also excluded if `initcheck` ignores all but the first copy of a batch."""
 BATCH = "batch"
 

@@ -46,10 +46,10 @@ def _gpu(name: str) -> str:
     return f"tests/gpu/test_models_gpu.py::{name}"
 
 
-_SUPPORT_TESTS = "tests/engine/test_support_engine.py::test_other_caches_are_left_alone"
+_SUPPORT_TESTS = "tests/engine/test_support_engine.py::test_unsupported_caches_are_uncached"
 _EVERY_TOKEN = (
     "tests/engine/test_support_engine.py::"
-    "test_engines_that_need_a_forward_of_every_token_are_left_alone"
+    "test_engines_that_need_a_forward_of_every_token_are_uncached"
 )
 
 ROWS = (
@@ -136,7 +136,7 @@ ROWS = (
     Row(
         "Recurrent layers with speculative decoding",
         State.LEFT_ALONE,
-        ("tests/engine/test_support_engine.py::test_recurrent_states_with_drafts_are_left_alone",),
+        ("tests/engine/test_support_engine.py::test_recurrent_states_with_drafts_are_uncached",),
         says="is not cached with speculative decoding",
     ),
     Row(
@@ -223,7 +223,7 @@ ROWS = (
     Row(
         "Speculative decoding: DFlash, DSpark, extraction of hidden states",
         State.LEFT_ALONE,
-        ("tests/engine/test_support_engine.py::test_other_engines_are_left_alone",),
+        ("tests/engine/test_support_engine.py::test_unsupported_engines_are_uncached",),
         says="speculative decoding with",
     ),
     Row(
@@ -243,13 +243,13 @@ ROWS = (
     Row(
         "Embeddings with MEAN, CLS or STEP pooling",
         State.LEFT_ALONE,
-        (_kinds("test_pooling_of_all_tokens_is_left_alone"), _EVERY_TOKEN),
+        (_kinds("test_pooling_of_all_tokens_is_uncached"), _EVERY_TOKEN),
         says="needs the outputs of all tokens",
     ),
     Row(
         "Encoders (BERT)",
         State.LEFT_ALONE,
-        (_kinds("test_an_encoder_is_left_alone"),),
+        (_kinds("test_encoder_is_uncached"),),
         says="the model has no KV cache",
     ),
     Row(
@@ -274,7 +274,7 @@ ROWS = (
     Row(
         "Diffusion (DiffusionGemma)",
         State.LEFT_ALONE,
-        ("tests/engine/test_support_engine.py::test_other_engines_are_left_alone",),
+        ("tests/engine/test_support_engine.py::test_unsupported_engines_are_uncached",),
         says="diffusion does not",
     ),
     Row(
@@ -304,13 +304,13 @@ ROWS = (
     Row(
         "Prefill context parallelism (`--prefill-context-parallel-size`)",
         State.LEFT_ALONE,
-        ("tests/engine/test_support_engine.py::test_other_engines_are_left_alone",),
+        ("tests/engine/test_support_engine.py::test_unsupported_engines_are_uncached",),
         says="prefill context parallelism",
     ),
     Row(
         "Fault tolerance of expert parallelism (`--enable-fault-tolerance`)",
         State.LEFT_ALONE,
-        ("tests/engine/test_support_engine.py::test_other_engines_are_left_alone",),
+        ("tests/engine/test_support_engine.py::test_unsupported_engines_are_uncached",),
         says="with fault tolerance",
     ),
     Row(

@@ -130,7 +130,7 @@ class TieredKVConfig:
     compute_once: bool = boolean(
         False,
         "Requests that share a prefix which neither the GPU nor a tier has wait until the first of "
-        "them has computed it, within deadlines (ADR 0026). vLLM does this by itself where a "
+        "them has computed it, within deadlines. vLLM does this by itself where a "
         "prompt takes whole steps. A request can override the option; see requests.md. "
         "Needs vLLM's prefix caching.",
     )
@@ -193,7 +193,7 @@ class TieredKVConfig:
         "number of shards that a block is divided into, the same at all of these engines. It is a "
         "multiple of each tensor-parallel size, best the largest, and divides the model's number "
         "of KV heads. An engine of as many ranks copies as without the option, a smaller one in "
-        "smaller pieces (ADR 0023). 0: only engines of the same size share blocks. For models "
+        "smaller pieces. 0: only engines of the same size share blocks. For models "
         "with MLA, whose ranks hold whole blocks, any number serves all sizes.",
         low=0,
         high=1024,

@@ -38,7 +38,7 @@ def warm(engine: ContractEngine, adapter: Path) -> None:
     assert len(engine.half.index) >= len(IDS) // 4
 
 
-def test_what_was_computed_with_an_adapter_is_not_loaded_once_it_was_replaced(
+def test_blocks_of_a_replaced_adapter_are_not_loaded(
     engine: ContractEngine, tmp_path: Path
 ) -> None:
     """In the place of the one that a waiting request has come for, another is loaded meanwhile."""
@@ -52,7 +52,7 @@ def test_what_was_computed_with_an_adapter_is_not_loaded_once_it_was_replaced(
     engine.assert_conforms()
 
 
-def test_files_that_are_changed_back_after_vllm_has_read_them(
+def test_adapter_files_changed_back_after_reading_are_not_cached(
     engine: ContractEngine, tmp_path: Path
 ) -> None:
     adapter = write_adapter(tmp_path / "tune", b"old")

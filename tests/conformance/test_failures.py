@@ -31,7 +31,7 @@ def test_the_default_policy_of_vllm_would_end_such_requests(tiny_model: Path) ->
 
 @pytest.mark.usefixtures("beside_loads")
 @pytest.mark.parametrize("on_gpu", [0, 12, 40])
-def test_what_an_asynchronous_load_did_not_bring_is_computed(
+def test_blocks_missing_after_an_asynchronous_load_are_computed(
     tiny_model: Path, async_scheduling: bool, on_gpu: int
 ) -> None:
     engine = warm(tiny_model, async_scheduling)
@@ -49,7 +49,7 @@ def test_what_an_asynchronous_load_did_not_bring_is_computed(
     engine.assert_conforms()
 
 
-def test_what_a_load_within_a_step_did_not_bring_is_computed(tiny_model: Path) -> None:
+def test_blocks_missing_after_a_step_load_are_computed(tiny_model: Path) -> None:
     """The step ran on nonsense; vLLM is told the blocks and takes its tokens back."""
     engine = warm(tiny_model)
     engine.copier.fail_ahead = 1.0
@@ -61,7 +61,7 @@ def test_what_a_load_within_a_step_did_not_bring_is_computed(tiny_model: Path) -
     engine.assert_conforms()
 
 
-def test_with_steps_under_way_such_a_failure_is_an_error_not_a_wrong_token(
+def test_step_load_failure_with_steps_in_flight_is_an_error_not_a_wrong_token(
     tiny_model: Path,
 ) -> None:
     engine = warm(tiny_model, async_scheduling=True)

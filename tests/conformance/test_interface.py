@@ -35,7 +35,7 @@ _CALL = re.compile(
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
-def test_what_is_overridden_has_the_base_s_signature(name: str) -> None:
+def test_overridden_methods_have_the_signatures_of_the_base_class(name: str) -> None:
     """A parameter vLLM renamed, added or dropped shows here before it shows in an engine."""
     base = next((base for base in BASES if name in vars(base)), None)
     assert base is not None, f"vLLM knows no {name}: it would never be called"
@@ -50,7 +50,7 @@ def _parameters(function: object) -> list[tuple[str, object, object]]:
     return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
 
 
-def test_nothing_abstract_is_left() -> None:
+def test_connector_implements_all_abstract_methods() -> None:
     assert not inspect.isabstract(TieredKVConnector)
 
 

@@ -92,7 +92,9 @@ def test_vllm_counts_what_was_asked_and_found(tiny_model: Path, step_loads: str)
 
 
 @pytest.mark.usefixtures("step_loads")
-def test_no_room_for_a_load_is_no_load(tiny_model: Path, async_scheduling: bool) -> None:
+def test_load_without_free_gpu_blocks_is_not_begun(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
     """The answer is discarded when vLLM finds no blocks; asked again, it is given again."""
     engine = ContractEngine(tiny_model, async_scheduling, gpu_blocks=16)
     ids = seeded_prompt(1, 41)

@@ -56,7 +56,9 @@ def _look(engine: ContractEngine) -> Any:
 
 
 @pytest.mark.usefixtures("step_loads")
-def test_no_length_of_prompt_gets_a_full_hit(tiny_model: Path, async_scheduling: bool) -> None:
+def test_prompt_of_any_length_leaves_a_token_to_compute(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
     """At least the last token is left to compute, whichever way the load goes; and every whole
     block before it is found."""
     engine = ContractEngine(tiny_model, async_scheduling, cpu_blocks=64)
@@ -71,7 +73,7 @@ def test_no_length_of_prompt_gets_a_full_hit(tiny_model: Path, async_scheduling:
 
 
 @pytest.mark.usefixtures("step_loads")
-def test_what_the_gpu_has_is_not_offered_again(tiny_model: Path, async_scheduling: bool) -> None:
+def test_blocks_on_the_gpu_are_not_offered_again(tiny_model: Path, async_scheduling: bool) -> None:
     """The answer counts from the tokens vLLM has itself, and reaches just as far."""
     engine = ContractEngine(tiny_model, async_scheduling, gpu_blocks=128, cpu_blocks=64)
     ids = seeded_prompt(1, 61)

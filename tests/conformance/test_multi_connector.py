@@ -91,7 +91,7 @@ def test_ours_stores_and_loads(tiny_model: Path, async_scheduling: bool) -> None
     engine.assert_conforms()
 
 
-def test_nothing_begins_before_its_step(tiny_model: Path, async_scheduling: bool) -> None:
+def test_transfers_do_not_begin_before_their_step(tiny_model: Path, async_scheduling: bool) -> None:
     """Another connector may still read or write the blocks."""
     engine = SharedEngine(tiny_model, async_scheduling)
     prompts = [seeded_prompt(seed, 29) for seed in (1, 2)]
@@ -169,7 +169,7 @@ def test_our_statistics_are_distinguished_from_those_of_others(tiny_model: Path)
     assert rebuilt.reduce()["TieredKVConnector"][names.HIT_TOKENS.name] == 3
 
 
-def test_what_a_peer_writes_while_a_step_is_planned_is_not_kept_as_ours(tiny_model: Path) -> None:
+def test_blocks_written_by_a_peer_while_a_step_is_planned_are_not_stored(tiny_model: Path) -> None:
     """It gets the blocks of a request that has ended, ahead of the step that would store them."""
     engine = SharedEngine(tiny_model, True, gpu_blocks=14, cpu_blocks=64, max_tokens_per_step=64)
     Neighbour.is_pushed = True

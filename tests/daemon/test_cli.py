@@ -427,7 +427,7 @@ raise SystemExit(cli.main())
 """
 
 
-def test_http_slow_senders_disturb_nobody_and_are_closed(start: StartDaemon) -> None:
+def test_http_slow_senders_do_not_delay_others_and_are_closed(start: StartDaemon) -> None:
     """Each sends a byte now and then, and none ever ends its request."""
     daemon = start(
         *("--memory", "16MiB", "--http", "127.0.0.1:0"),

@@ -21,7 +21,7 @@ from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.server.tiers.backing import BackingTier
 from vllm_tiered_kv.server.tiers.demotion import _SSD_WRITERS
 from vllm_tiered_kv.server.tiers.store_executor import StoreExecutor
-from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
+from vllm_tiered_kv.server.tiers.tiered_store import TieredStore, TierSettings
 from vllm_tiered_kv.server.tiers.write_behind import WriteBehind
 from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
 from vllm_tiered_kv.stores.registry import BackingOptions
@@ -81,7 +81,8 @@ def disk() -> GatedDisk:
 def store(tmp_path: Path, disk: GatedDisk) -> Iterator[TieredStore]:
     """With a write queue of a single block, and a single worker."""
     ssd = SsdStore(tmp_path / "ssd", 16 * MIB, disk=disk)
-    tiered = TieredStore(4 * MIB, ssd, None, Recorder(), workers=1, write_queue_bytes=SIZE)
+    settings = TierSettings(workers=1, write_queue_bytes=SIZE)
+    tiered = TieredStore(4 * MIB, ssd, None, Recorder(), settings)
     yield tiered
     disk.gate.set()
     tiered.close()
@@ -193,7 +194,7 @@ def test_delete_during_promotion_is_not_demoted_again(
 ) -> None:
     """The block is promoted before the SSD has deleted it and evicted afterwards."""
     ssd = SsdStore(tmp_path / "ssd", 16 * MIB)
-    store = TieredStore(4 * MIB, ssd, None, Recorder(), workers=2)
+    store = TieredStore(4 * MIB, ssd, None, Recorder(), TierSettings(workers=2))
     really_delete = ssd.delete
 
     def delete(keys: Sequence[StoreKey]) -> int:
@@ -357,7 +358,8 @@ def test_write_behind_callback_error_does_not_stop_writers() -> None:
 
 def test_write_behind_block_larger_than_queue_is_written(tmp_path: Path) -> None:
     ssd = SsdStore(tmp_path / "ssd", 16 * MIB)
-    tiered = TieredStore(4 * MIB, ssd, None, Recorder(), write_queue_bytes=SIZE // 2)
+    settings = TierSettings(write_queue_bytes=SIZE // 2)
+    tiered = TieredStore(4 * MIB, ssd, None, Recorder(), settings)
     try:
         assert put(tiered, 1, Durability.DISK) is PutResult.STORED
         assert ssd.contains([key(1)]) == [True]

@@ -25,7 +25,11 @@ from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.tiers.backing import BackingTier
 from vllm_tiered_kv.server.tiers.store_executor import StoreExecutor
-from vllm_tiered_kv.server.tiers.tiered_store import BACKING_THREADS, TieredStore
+from vllm_tiered_kv.server.tiers.tiered_store import (
+    BACKING_THREADS,
+    TieredStore,
+    TierSettings,
+)
 from vllm_tiered_kv.stores.memory import PinnedSlot
 from vllm_tiered_kv.stores.registry import BackingOptions
 
@@ -145,7 +149,7 @@ class Far:
         self.recorder = Recorder()
         self.folder = Gated(shared)
         self.store = TieredStore(
-            memory, None, self.folder, self.recorder, backing_timeout_s=timeout_s
+            memory, None, self.folder, self.recorder, TierSettings(backing_timeout_s=timeout_s)
         )
 
     def fetch(

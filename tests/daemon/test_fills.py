@@ -17,7 +17,7 @@ from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.native.cpu import FillPool, xxh3_64
 from vllm_tiered_kv.server.tiers.fills import Fills
-from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
+from vllm_tiered_kv.server.tiers.tiered_store import TieredStore, TierSettings
 
 MIB = 1 << 20
 SIZE = 64 << 10
@@ -106,7 +106,7 @@ def test_put_that_cannot_reserve_leaks_nothing(loop: Loop) -> None:
         if namespace[0]:
             raise MemoryError("as if")
 
-    store = TieredStore(16 * MIB, None, None, Recorder(), quota_of=quota_of)
+    store = TieredStore(16 * MIB, None, None, Recorder(), TierSettings(quota_of=quota_of))
     strange = item(1)._replace(key=StoreKey(b"\1" * 24))
     with pytest.raises(MemoryError):
         loop.put(store, [item(1), strange])

@@ -110,9 +110,7 @@ def test_metrics_with_token_require_it(start: StartDaemon, folder: Path) -> None
 
 
 @pytest.mark.parametrize("option", ["token", "open"])
-def test_other_hosts_may_ask_if_the_operator_says_so(
-    start: StartDaemon, folder: Path, option: str
-) -> None:
+def test_http_open_allows_other_hosts(start: StartDaemon, folder: Path, option: str) -> None:
     more = ("--http-open",) if option == "open" else ("--http-token", str(token_file(folder)))
     daemon = start("--memory", "16MiB", "--http", "0.0.0.0:0", *more)
     port = int(daemon.http.rpartition(":")[2])
@@ -132,7 +130,7 @@ def test_the_pages_are_served_over_ipv6(start: StartDaemon) -> None:
     eventually(lambda: fetch(f"{daemon.http}/healthz")[0] == 200)
 
 
-def test_what_would_expose_the_page_by_mistake_is_refused(folder: Path) -> None:
+def test_options_that_expose_the_page_by_mistake_are_refused(folder: Path) -> None:
     done = run("--http", "0.0.0.0:0", "--listen", f"ipc://{folder}/kv.sock")
     assert done.returncode == 2, done
     assert re.search(r"http_token .* or http_open", done.stderr)

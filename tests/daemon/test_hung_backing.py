@@ -23,7 +23,7 @@ from vllm_tiered_kv.server.tiers.backing import BackingTier
 from vllm_tiered_kv.server.tiers.demotion import _WRITERS
 from vllm_tiered_kv.server.tiers.lookups import Located
 from vllm_tiered_kv.server.tiers.store_executor import StoreExecutor, StoreHungError
-from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
+from vllm_tiered_kv.server.tiers.tiered_store import TieredStore, TierSettings
 from vllm_tiered_kv.stores.memory import PinnedSlot
 from vllm_tiered_kv.stores.registry import BackingOptions
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps
@@ -184,7 +184,7 @@ class Hung:
             self.ssd if with_ssd else None,
             self.backing,
             self.recorder,
-            backing_timeout_s=timeout_s,
+            TierSettings(backing_timeout_s=timeout_s),
         )
 
     def gated(self, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import zmq
 
 from vllm_tiered_kv.core.store import PutItem, StoreKey
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.native.zmq_sender import make_zmq_sender
+from vllm_tiered_kv.native.zmq_messages import make_zmq_sender
 from vllm_tiered_kv.server.net import outbox as outbox_module
 from vllm_tiered_kv.server.net.connections import Connections
 from vllm_tiered_kv.server.net.limits import ClientLimits

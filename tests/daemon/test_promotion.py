@@ -17,7 +17,7 @@ from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.tiers import promotion
 from vllm_tiered_kv.server.tiers.backing import BackingTier
-from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
+from vllm_tiered_kv.server.tiers.tiered_store import TieredStore, TierSettings
 from vllm_tiered_kv.stores.memory import PinnedSlot
 from vllm_tiered_kv.stores.registry import BackingOptions
 from vllm_tiered_kv.stores.ssd.folder import DATA
@@ -58,7 +58,7 @@ class Tiers:
             else None
         )
         self.store = TieredStore(
-            memory, self.ssd, backing, self.recorder, backing_timeout_s=PATIENCE_S
+            memory, self.ssd, backing, self.recorder, TierSettings(backing_timeout_s=PATIENCE_S)
         )
         items = [PutItem(key(n), None, memoryview(block(n, SIZE))) for n in range(COUNT)]
         for one in (self.ssd, backing):

@@ -94,7 +94,9 @@ def test_a_page_opened_late_shows_the_past(page: Chromium, start: StartDaemon) -
     assert page.run(points) >= 3
 
 
-def test_what_clients_choose_is_text(page: Chromium, start: StartDaemon, connect: Connect) -> None:
+def test_names_chosen_by_clients_are_shown_as_text(
+    page: Chromium, start: StartDaemon, connect: Connect
+) -> None:
     daemon = start_with_page(start)
     client = connect(daemon.endpoint, client=HOSTILE)
     client.put(blocks(1))

@@ -90,7 +90,7 @@ def test_clients_are_listed_by_name_and_process(start: StartDaemon, connect: Con
     attached.close()
 
 
-def test_of_many_clients_the_latest_are_shown(start: StartDaemon, connect: Connect) -> None:
+def test_many_clients_shows_the_latest(start: StartDaemon, connect: Connect) -> None:
     daemon = start("--memory", "16MiB", *HTTP)
     many = [connect(daemon.endpoint, client=f"client {number}") for number in range(101)]
     clients = facts_of(daemon.http)["clients"]
@@ -159,7 +159,7 @@ def test_other_names_of_the_host_are_refused_where_no_token_is_asked_for(
                 assert ask("GET", f"{daemon.http}/metrics", Host=name)[0] == 403
 
 
-def test_the_pages_are_read_only_and_what_is_wrong_gets_a_sentence(start: StartDaemon) -> None:
+def test_pages_are_read_only_and_wrong_requests_get_a_sentence(start: StartDaemon) -> None:
     daemon = start("--memory", "16MiB", *HTTP)
     for method in ("POST", "PUT", "DELETE", "OPTIONS"):
         assert ask(method, f"{daemon.http}/status.json")[0] == 501

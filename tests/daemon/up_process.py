@@ -29,8 +29,11 @@ class Up:
 
     def __init__(self, file: Path) -> None:
         self.lines: list[str] = []
+        # It ignores signals that were ignored when it was started, as SIGINT is in the background
+        # jobs of a script; how the tests were started must not decide here.
+        command = ["env", "--default-signal=INT", sys.executable, "-m", "vllm_tiered_kv.api.cli"]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_tiered_kv.api.cli", "up", str(file)],
+            [*command, "up", str(file)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

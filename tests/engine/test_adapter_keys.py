@@ -65,7 +65,7 @@ def test_an_adapter_replaced_in_place_is_another(tmp_path: Path) -> None:
     assert differ_from(with_adapter("a", folder), before) == 0
 
 
-def test_a_number_stands_for_what_was_loaded_under_it(tmp_path: Path) -> None:
+def test_adapter_number_stands_for_the_adapter_loaded_under_it(tmp_path: Path) -> None:
     """vLLM keeps computing with the adapter it has under that number, whatever the files say."""
     one = write_adapter(tmp_path / "one", b"1" * 50)
     other = write_adapter(tmp_path / "other", b"2" * 50)

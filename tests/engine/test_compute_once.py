@@ -157,7 +157,9 @@ def test_leader_whose_load_fails_is_followed_by_one_other(
     assert engine.computed <= 2 * LENGTH + 5 * K
 
 
-def test_nothing_shared_never_waits(tiny_model: Path, async_scheduling: bool) -> None:
+def test_request_without_shared_prefix_does_not_wait(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
     engine = engine_of(tiny_model, async_scheduling, engine_args=CHUNKS)
     rng = random.Random(2)
     ask_together(engine, [prompt(rng, 100) for _ in range(K)])

@@ -165,7 +165,7 @@ def test_another_engine_takes_over_in_mid_prefill(
     run_all(engines)
 
 
-def test_engines_with_nothing_in_common_wait_for_nobody(make_engines: MakeEngines) -> None:
+def test_engines_with_nothing_in_common_do_not_wait(make_engines: MakeEngines) -> None:
     engines = make_engines("ipc")
     asked = [prompt(random.Random(n), LENGTH) for n in range(ENGINES)]
     requests = [[engine.add(ids, 1)] for engine, ids in zip(engines, asked, strict=True)]

@@ -47,7 +47,7 @@ def keys_of(engine: ToyEngine, prompt: list[int]) -> list[bytes]:
 
 
 @BOTH
-def test_no_key_is_made_before_the_answer(
+def test_gpu_hit_makes_no_keys_before_the_answer(
     tiny_model: Path, async_scheduling: bool, asked: list[int]
 ) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
@@ -64,7 +64,7 @@ def test_no_key_is_made_before_the_answer(
 
 
 @BOTH
-def test_what_the_tier_lacks_of_it_is_stored(
+def test_gpu_hit_stores_blocks_that_the_tier_lacks(
     tiny_model: Path, async_scheduling: bool, asked: list[int]
 ) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
@@ -91,7 +91,7 @@ def serve_uncertainly(engine: ToyEngine, prompt: list[int], end: str) -> None:
 
 
 @pytest.mark.parametrize("end", ["aborted", "zeroed"])
-def test_that_holds_for_requests_whose_own_blocks_are_not_certain(
+def test_gpu_hit_of_an_unconfirmed_request_stores_blocks_that_the_tier_lacks(
     tiny_model: Path, async_scheduling: bool, end: str
 ) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
@@ -107,7 +107,7 @@ def test_that_holds_for_requests_whose_own_blocks_are_not_certain(
 
 @pytest.mark.parametrize("store_decode", [True, False], ids=["all", "prompts"])
 @pytest.mark.parametrize("end", ["aborted", "zeroed"])
-def test_a_last_block_that_the_gpu_did_not_have_is_not_taken_for_an_old_one(
+def test_last_block_that_the_gpu_did_not_have_is_new(
     tiny_model: Path, async_scheduling: bool, end: str, store_decode: bool
 ) -> None:
     """All before it were there, of another prompt. It is stored in the step that fills it."""
@@ -121,7 +121,9 @@ def test_a_last_block_that_the_gpu_did_not_have_is_not_taken_for_an_old_one(
 
 
 @BOTH
-def test_it_counts_as_used(tiny_model: Path, async_scheduling: bool, asked: list[int]) -> None:
+def test_gpu_hit_counts_as_use_of_the_tier(
+    tiny_model: Path, async_scheduling: bool, asked: list[int]
+) -> None:
     engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=16, gpu_blocks=64)
     keys = keys_of(engine, asked)
     serve(engine, list(range(50, 75)))  # 6 blocks: 13 or 14 of 16 are taken
@@ -134,7 +136,7 @@ def lookups(daemon: FaultyDaemon) -> int:
     return sum(isinstance(request, Match) for request in daemon.seen)
 
 
-def test_no_daemon_is_asked(tiny_model: Path, async_scheduling: bool) -> None:
+def test_gpu_hit_asks_no_daemon(tiny_model: Path, async_scheduling: bool) -> None:
     with FaultyDaemon() as daemon:
         engine = engine_at(tiny_model, daemon.address, async_scheduling=async_scheduling)
         serve(engine, PROMPT)
@@ -173,7 +175,7 @@ def test_a_daemon_is_asked_after_all_where_the_gpu_lacks_a_part(
         engine.close()
 
 
-def test_a_step_with_a_prefill_does_not_look_at_it(
+def test_step_with_a_prefill_defers_stores_of_gpu_hits(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
@@ -227,7 +229,7 @@ def test_an_engine_that_is_paused_with_requests_comes_to_rest(
     engine.assert_at_rest()
 
 
-def test_requests_in_the_queue_do_not_hold_it_back(
+def test_queued_requests_do_not_delay_stores_of_gpu_hits(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     engine = ToyEngine(tiny_model, async_scheduling, max_seqs=1)
@@ -242,7 +244,7 @@ def test_requests_in_the_queue_do_not_hold_it_back(
     engine.assert_at_rest()
 
 
-def test_what_is_left_behind_does_not_pile_up(tiny_model: Path, async_scheduling: bool) -> None:
+def test_deferred_stores_are_bounded(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
     serve(engine, PROMPT)
     for _ in range(40):  # somebody always waits
@@ -254,7 +256,7 @@ def test_what_is_left_behind_does_not_pile_up(tiny_model: Path, async_scheduling
     engine.assert_at_rest()
 
 
-def test_a_reset_forgets_it(tiny_model: Path, async_scheduling: bool) -> None:
+def test_reset_forgets_deferred_stores(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
     answer_from_device(engine)
     engine.land()
@@ -281,7 +283,7 @@ def test_a_longer_answer_stores_its_blocks_as_ever(
     engine.assert_at_rest()
 
 
-def test_what_another_request_was_given_meanwhile_is_not_stored(
+def test_blocks_reused_by_another_request_are_not_stored(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     """Looked at late, when its blocks have been computed anew: vLLM's hash is gone from them."""

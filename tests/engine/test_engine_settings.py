@@ -108,7 +108,7 @@ def test_lazy_store_saves_what_the_gpu_evicts(tiny_model: Path, truth: Truth) ->
 
 
 @pytest.mark.slow
-def test_without_the_gpu_prefix_cache(tiny_model: Path, truth: Truth) -> None:
+def test_engine_without_prefix_caching_loads_from_the_tier(tiny_model: Path, truth: Truth) -> None:
     options = {"cpu_memory": "64MiB"}
     with real_engine(tiny_model, options, enable_prefix_caching=False) as engine:
         for round_ in range(2):

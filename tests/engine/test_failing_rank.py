@@ -84,7 +84,7 @@ def test_answers_to_compare_with_are_computed(report: Report) -> None:
     )
 
 
-def test_what_one_rank_reads_wrongly_is_seen_in_the_answer(report: Report) -> None:
+def test_wrong_bytes_on_one_rank_change_the_answer(report: Report) -> None:
     """Or equal answers would say nothing."""
     lie = report["in a step"]["lie"]
     assert_served(lie, "cpu", blocks_of("in a step"))
@@ -115,7 +115,7 @@ def test_a_load_that_one_rank_cannot_do_is_recomputed(
     assert_served(turns["after"], "cpu", blocks)
 
 
-def test_what_one_rank_did_not_store_is_no_hit(report: Report) -> None:
+def test_blocks_not_stored_by_one_rank_are_a_miss(report: Report) -> None:
     """The other one has all of it."""
     turns, blocks = report["stores"], blocks_of("stores")
     stored = STEP_TOKENS // BLOCK
@@ -149,7 +149,7 @@ def test_a_load_for_which_the_daemon_lacks_a_shard_is_recomputed(report: Report)
     assert_served(turns["after"], "remote", blocks)
 
 
-def test_of_a_load_that_lost_the_daemon_on_one_rank_the_cpu_tiers_part_is_used(
+def test_load_that_loses_the_daemon_on_one_rank_uses_the_part_of_the_cpu_tier(
     report: Report,
 ) -> None:
     """By a second load, of another way: what the first one brought to the other rank counts for
@@ -167,7 +167,7 @@ def test_of_a_load_that_lost_the_daemon_on_one_rank_the_cpu_tiers_part_is_used(
     assert_served(turns["after"][-1], "remote", blocks)
 
 
-def test_what_one_rank_could_not_send_is_no_hit(report: Report) -> None:
+def test_blocks_not_sent_by_one_rank_are_a_miss_at_the_daemon(report: Report) -> None:
     turns, blocks = report["unsent"], blocks_of("unsent")
     assert is_right(turns["failed"], report, "unsent")
     assert counted(turns["failed"], "stored_blocks[cpu]") == blocks
@@ -180,5 +180,5 @@ def test_what_one_rank_could_not_send_is_no_hit(report: Report) -> None:
     assert_served(turns["after"][-1], "remote", blocks)
 
 
-def test_nothing_is_left_behind(report: Report) -> None:
+def test_failures_of_a_rank_leak_nothing(report: Report) -> None:
     assert not any(report["left behind"].values()), report["left behind"]

@@ -37,7 +37,7 @@ def parallel(**settings: Any) -> SimpleNamespace:
         (200, {"distributed_executor_backend": "ray"}, True),  # they may be on any host
     ],
 )
-def test_what_all_workers_take(
+def test_memory_of_all_workers_is_checked_together(
     monkeypatch: pytest.MonkeyPatch, gib: int, settings: dict[str, Any], fits: bool
 ) -> None:
     monkeypatch.setattr(assembly, "memory_limit", lambda: 128 * GIB)

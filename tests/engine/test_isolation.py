@@ -101,7 +101,7 @@ def strangers(tmp_path: Path) -> dict[str, Who]:
     }
 
 
-def test_in_the_cpu_tier(
+def test_isolation_in_the_cpu_tier(
     tiny_model: Path, strangers: dict[str, Who], async_scheduling: bool
 ) -> None:
     engine = Engine(tiny_model, async_scheduling, cpu_blocks=200)

@@ -129,7 +129,7 @@ def test_blocks_with_one_vllm_hash_are_announced_once(tiny_model: Path) -> None:
     events.planned(engine.requests[request], group, [twin], [0])
     slot = engine.half.index.reserve(twin, None, group.size_class)
     engine.half.index.commit(slot)
-    events.committed([slot])
+    events.committed([twin])
     assert events.take() == []
     engine.half.index.remove(twin)
     assert events.take() == []

@@ -166,7 +166,7 @@ def test_a_lookup_that_finds_no_thread_is_a_miss(
     toy.close()
 
 
-def test_what_is_leased_to_a_lookup_that_was_a_miss_goes_back(
+def test_leases_of_a_lookup_that_was_a_miss_are_released(
     tiny_model: Path, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pool that finds no new thread has taken the question all the same: another may answer."""
@@ -355,7 +355,7 @@ raise SystemExit(cli.main())
 """
 
 
-def test_more_than_a_daemon_leases_is_loaded_all_the_same(tiny_model: Path, folder: Path) -> None:
+def test_blocks_beyond_the_limit_of_leases_are_loaded(tiny_model: Path, folder: Path) -> None:
     """Requests that wait together have more blocks than lookups may keep in place."""
     daemon = DaemonProcess(folder, "--memory", "16MiB")
     daemon.program = ["-c", _STINGY_DAEMON]

@@ -51,7 +51,7 @@ def decisions(toy: ToyEngine, tier: str) -> dict[str, float]:
     return {decision: count for (of, decision), count in samples.items() if of == tier}
 
 
-def test_a_slow_daemon_is_left_alone(
+def test_slow_daemon_is_not_loaded_from(
     tiny_model: Path, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It has been heard, however busy this machine is.

@@ -350,7 +350,7 @@ def test_embeddings_of_a_causal_model_are_served(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["MEAN", "CLS"])
 @pytest.mark.slow
-def test_pooling_of_all_tokens_is_left_alone(
+def test_pooling_of_all_tokens_is_uncached(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM's own prefix cache is off for it: a hit, whoever has it, ends the engine."""
@@ -375,7 +375,7 @@ def test_pooling_of_all_tokens_is_left_alone(
 
 
 @pytest.mark.slow
-def test_an_encoder_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_encoder_is_uncached(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = write_tokenizer(write_config(tmp_path / "model", TINY_BERT))
     settings = {"runner": "pooling", "max_model_len": 512, "max_num_batched_tokens": 512}
     with real_engine(model, ROOMY, skip_tokenizer_init=False, **settings) as engine:

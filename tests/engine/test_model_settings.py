@@ -134,7 +134,7 @@ def test_a_setting_of_a_newer_vllm_counts(folder: Path, part: str) -> None:
     assert of(None) == digest(base)  # while it is off, nothing has changed
 
 
-def test_what_changes_the_numbers_is_not_ignored() -> None:
+def test_settings_that_change_results_are_not_ignored() -> None:
     counted = {
         *("video_pruning_rate", "video_pruning_method", "quantization_config", "model_impl"),
         *("model_class_overrides", "code_revision", "disable_sliding_window", "convert"),
@@ -177,7 +177,7 @@ def test_drafts_without_kv_have_no_settings() -> None:
     assert not dict(draft_settings(SimpleNamespace(speculative_config=None)))
 
 
-def test_a_file_of_scales_counts_by_what_it_holds(folder: Path, tmp_path: Path) -> None:
+def test_file_of_scales_counts_by_its_content(folder: Path, tmp_path: Path) -> None:
     def of(path: Path) -> str:
         config = config_of(folder)
         assert config.multimodal_config is not None

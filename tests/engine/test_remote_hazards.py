@@ -125,7 +125,7 @@ def test_a_worker_whose_blocks_are_of_another_size_is_refused(tiny_model: Path) 
         toy.close()
 
 
-def test_what_was_loading_during_a_reset_is_not_stored_after_it(tiny_model: Path) -> None:
+def test_blocks_loading_during_a_reset_are_not_stored_after_it(tiny_model: Path) -> None:
     """vLLM gives such blocks their hash only when the load has ended, and then serves them."""
     with FaultyDaemon() as daemon:
         first = engine(tiny_model, daemon)
@@ -148,7 +148,7 @@ def test_what_was_loading_during_a_reset_is_not_stored_after_it(tiny_model: Path
         toy.close()
 
 
-def test_what_a_daemon_was_sent_before_a_reset_is_not_found_after_it(tiny_model: Path) -> None:
+def test_blocks_sent_to_a_daemon_before_a_reset_are_not_found_after_it(tiny_model: Path) -> None:
     """It cannot be told to forget: other engines still use those blocks. The keys change."""
     with FaultyDaemon() as daemon:
         toy, asked = engine(tiny_model, daemon), seeded_prompt(6, 41)
@@ -172,7 +172,7 @@ def test_what_a_daemon_was_sent_before_a_reset_is_not_found_after_it(tiny_model:
     [(KVQuantMode.INT8_PER_TOKEN_HEAD, 0), (KVQuantMode.FP8_PER_TENSOR, 40)],
     ids=["a scale for each token", "a scale for all"],
 )
-def test_nothing_is_loaded_ahead_of_a_first_forward_that_clears_the_cache(
+def test_no_load_starts_before_a_first_forward_that_clears_the_cache(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, mode: KVQuantMode, found: int
 ) -> None:
     """Where scales lie in the cache beside their numbers, vLLM's Triton back-end sets all of them

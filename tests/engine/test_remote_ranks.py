@@ -94,7 +94,7 @@ def _forgets_blocks_of_second_rank(
     return None
 
 
-def test_what_one_rank_could_not_send_is_a_miss_for_all(tiny_model: Path) -> None:
+def test_blocks_one_rank_could_not_send_are_a_miss_for_all(tiny_model: Path) -> None:
     asked = prompts(3, 3)
     with FaultyDaemon(_loses_puts_of_second_rank) as daemon:
         first = engine_at(tiny_model, daemon.address, ranks=2)
@@ -109,7 +109,7 @@ def test_what_one_rank_could_not_send_is_a_miss_for_all(tiny_model: Path) -> Non
         second.close()
 
 
-def test_what_one_rank_cannot_get_is_recomputed_on_all(tiny_model: Path) -> None:
+def test_blocks_one_rank_cannot_load_are_recomputed_on_all(tiny_model: Path) -> None:
     asked = prompts(4, 3)
     with FaultyDaemon() as daemon:
         first = engine_at(tiny_model, daemon.address, ranks=2)

@@ -144,7 +144,7 @@ def test_bytes_changed_in_the_daemon_are_recomputed(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_daemon_that_was_never_there(tiny_model: Path, folder: Path, transport: str) -> None:
+def test_daemon_that_never_ran_is_a_miss(tiny_model: Path, folder: Path, transport: str) -> None:
     at = f"ipc://{folder}/nobody" if transport == "ipc" else "tcp://127.0.0.1:1"
     toy = engine_at(tiny_model, at, extra={"remote_lookup_timeout": 0.05})
     serve(toy, prompts(4, 4))

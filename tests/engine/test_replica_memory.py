@@ -41,7 +41,7 @@ def caches(channels: int = 4) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(64, channels, dtype=torch.int64) for name in LAYERS}
 
 
-def test_it_is_closed_once_mapped_and_the_work_is_shared(toy: ToyEngine) -> None:
+def test_descriptor_is_closed_once_mapped_and_copies_are_divided(toy: ToyEngine) -> None:
     fd = shared_memory(toy)
     half = open_half(toy, fd)
     half.register_kv_caches(caches(), toy.kv_cache_config)
@@ -54,7 +54,7 @@ def test_it_is_closed_once_mapped_and_the_work_is_shared(toy: ToyEngine) -> None
     assert half._striping._replica == 0  # whoever opens it again has an arena of its own
 
 
-def test_it_is_closed_where_nothing_is_ever_registered(toy: ToyEngine) -> None:
+def test_descriptor_is_closed_without_a_registration(toy: ToyEngine) -> None:
     fd = shared_memory(toy)
     half = open_half(toy, fd)
     half.shutdown()
@@ -62,7 +62,7 @@ def test_it_is_closed_where_nothing_is_ever_registered(toy: ToyEngine) -> None:
     half.shutdown()
 
 
-def test_it_is_closed_after_a_registration_that_failed(toy: ToyEngine) -> None:
+def test_descriptor_is_closed_after_a_failed_registration(toy: ToyEngine) -> None:
     fd = shared_memory(toy)
     half = open_half(toy, fd)
     with pytest.raises(UnsupportedError):
@@ -84,7 +84,7 @@ def test_memory_that_cannot_be_mapped_leaves_nothing_shared(
     half.shutdown()
 
 
-def test_without_it_a_rank_has_its_part_and_copies_all(toy: ToyEngine) -> None:
+def test_rank_without_shared_memory_has_its_part_and_copies_all(toy: ToyEngine) -> None:
     half = open_half(toy, None)
     half.register_kv_caches(caches(), toy.kv_cache_config)
     assert half.arena is not None

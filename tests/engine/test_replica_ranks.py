@@ -143,7 +143,7 @@ def test_a_rank_never_reads_what_it_has_not_pinned(
     engine.assert_at_rest()
 
 
-def test_one_rank_verifies_a_block_and_all_hear_of_it(
+def test_block_verified_by_one_rank_is_reported_for_all(
     open_replicas: Callable[..., RankedToyEngine],
 ) -> None:
     engine = open_replicas(cpu_blocks=256, extra_config={"verify_fraction": 1})

@@ -177,7 +177,9 @@ def test_images_without_a_hash_get_no_keys() -> None:
         ("123e4567-e89b-12d3-a456-426614174000", True),
     ],
 )
-def test_what_a_client_calls_an_image_counts_in_one_engine_only(name: str, is_unique: bool) -> None:
+def test_names_of_images_chosen_by_clients_count_in_one_engine_only(
+    name: str, is_unique: bool
+) -> None:
     """vLLM takes a client's word (`multi_modal_uuids`) as long as it runs. After a restart, or for
     another client, "1" is another image."""
     request = make_request(mm_features=[named_image(name, 40, 40)])
@@ -328,7 +330,7 @@ def test_tokens_and_embeddings_can_be_mixed() -> None:
     assert mixed(0, [1, *TOKENS[1:70]]) != base
 
 
-def test_nothing_is_not_taken_for_the_first_token() -> None:
+def test_zeros_for_missing_inputs_differ_from_the_first_token() -> None:
     """vLLM fills both in with zeros: embeddings where there are tokens, tokens where there are
     embeddings. The embedding of the first token is something else."""
 

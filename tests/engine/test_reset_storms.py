@@ -145,7 +145,7 @@ def test_a_hash_that_is_written_when_blocks_of_all_groups_are_full(
 
 
 @pytest.mark.parametrize("count", [6, 7, 8])
-def test_a_window_that_has_passed_what_was_old(
+def test_window_past_blocks_from_before_a_reset_is_right(
     tiny_model: Path, async_scheduling: bool, count: int
 ) -> None:
     """Of a prompt that the GPU has nothing is worked out as long as there is nothing to store."""

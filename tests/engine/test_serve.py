@@ -367,7 +367,7 @@ def test_explain_says_where_the_tokens_came_from_and_why_not_from_the_cache(
     assert "from the GPU's prefix cache" in capsys.readouterr().out
 
 
-def test_a_client_that_hangs_up_takes_nothing_with_it(server: Server) -> None:
+def test_disconnected_client_leaves_the_cache_usable(server: Server) -> None:
     computed = server.ask()
     generated = server.metric("vllm:generation_tokens_total")
     server.drop_gpu_cache()  # so that the aborted request is one that was loaded
@@ -432,7 +432,7 @@ def test_a_replay_finds_the_cache_right(server: Server, tmp_path: Path) -> None:
         assert answers["second"]["cached_tokens"] > 0
 
 
-def test_a_replay_says_what_it_cannot_do(server: Server, tmp_path: Path) -> None:
+def test_replay_reports_missing_server_features(server: Server, tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{server.port}"
     status, _, shown = replay(server, tmp_path, url, "--model", "no-such-model")
     assert status == 2

@@ -18,7 +18,7 @@ from vllm_tiered_kv.errors import UnsupportedError
         [(4, 60), (10, 5), (40, 9)],
     ],
 )
-def test_they_get_no_keys(places: list[tuple[int, int]]) -> None:
+def test_overlapping_media_get_no_keys(places: list[tuple[int, int]]) -> None:
     """vLLM's own hashes do not tell them apart: a GPU block may hold what is another's."""
 
     def hashes(last: str) -> list[bytes]:
@@ -35,6 +35,6 @@ def test_they_get_no_keys(places: list[tuple[int, int]]) -> None:
         flat(make_request(mm_features=media))
 
 
-def test_those_side_by_side_do() -> None:
+def test_adjacent_media_get_keys() -> None:
     media = [image("a", 4, 40), image("b", 44, 9), image("c", 53, 1)]
     assert len(flat(make_request(mm_features=media))) == len(TOKENS) // BLOCK

@@ -114,7 +114,7 @@ def test_recurrent_states_are_cached_alone_and_beside_attention() -> None:
     assert group_block_bytes(groups(STATE)) == [4 * 8 * 4 + 2 * 8 * 2]  # without the padding
 
 
-def test_recurrent_states_with_drafts_are_left_alone() -> None:
+def test_recurrent_states_with_drafts_are_uncached() -> None:
     ngram = SimpleNamespace(uses_draft_kv_cache=lambda: False)
     said = why_not_cacheable(bare_config(speculative_config=ngram), groups(FULL, STATE))
     assert "not cached with speculative decoding" in (said or "")
@@ -136,20 +136,20 @@ def test_recurrent_states_with_drafts_are_left_alone() -> None:
         (groups(replace(FULL, non_causal=True)), "not causal"),
     ],
 )
-def test_other_caches_are_left_alone(cache: KVCacheConfig, reason: str) -> None:
+def test_unsupported_caches_are_uncached(cache: KVCacheConfig, reason: str) -> None:
     said = why_not_cacheable(bare_config(), cache)
     assert said is not None
     assert reason in said
     assert "\n" not in said
 
 
-def test_a_rank_without_layers_of_a_group_is_left_alone() -> None:
+def test_rank_without_layers_of_a_group_is_uncached() -> None:
     cache = groups(FULL, WINDOW)
     del cache.kv_cache_tensors[1]
     assert "group 1 has no layers" in (why_not_cacheable(bare_config(), cache) or "")
 
 
-def test_other_engines_are_left_alone() -> None:
+def test_unsupported_engines_are_uncached() -> None:
     for method in ("dflash", "dspark", "extract_hidden_states", "a newer one"):
         drafts = bare_config(speculative_config=SimpleNamespace(method=method))
         assert f"with {method} is not" in (why_not_cacheable(drafts, groups(FULL)) or "")
@@ -195,7 +195,7 @@ def test_pipeline_whose_stages_do_not_report_is_uncached(
     assert (said(2) is None) == (backend == "ray")
 
 
-def test_engines_that_need_a_forward_of_every_token_are_left_alone() -> None:
+def test_engines_that_need_a_forward_of_every_token_are_uncached() -> None:
     last = bare_model(runner_type="pooling", is_prefix_caching_supported=True)
     assert why_not_cacheable(bare_config(model_config=last), groups(FULL)) is None
     silent = SimpleNamespace(enabled=False)
@@ -209,7 +209,7 @@ def test_engines_that_need_a_forward_of_every_token_are_left_alone() -> None:
         assert reason in (why_not_cacheable(bare_config(**changes), groups(FULL)) or "")
 
 
-def test_results_that_promise_the_same_bits_are_left_alone(
+def test_results_that_promise_the_same_bits_are_uncached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def said(backend: str | None) -> str | None:

@@ -201,7 +201,7 @@ def test_a_load_of_a_tail_that_fails_is_computed(
     assert_tier_is_right(engine)
 
 
-def test_a_tail_of_an_adapter_that_was_replaced(tiny_model: Path, tmp_path: Path) -> None:
+def test_tail_of_a_replaced_adapter_is_not_stored(tiny_model: Path, tmp_path: Path) -> None:
     """Its last tokens are computed with the new files, and so is what is read of it."""
     path = adapter(tmp_path / "one", b"one")
     engine = tailed(tiny_model, max_tokens_per_step=8)

@@ -58,7 +58,7 @@ def test_the_same_requests_are_always_chosen_and_as_many_as_asked_for() -> None:
     assert not any(is_chosen(i, 0) for i in ids)
 
 
-def test_without_it_there_is_nothing_of_it(tiny_model: Path) -> None:
+def test_engine_without_verification_has_no_verifier(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model)
     assert engine.half.verification is None
     assert engine.worker.worker_half._verifier is None

@@ -49,11 +49,11 @@ def test_lines_look_as_those_of_vllm() -> None:
     ],
 )
 @pytest.mark.slow
-def test_a_log_of_ones_own_is_left_alone(before: str) -> None:
+def test_log_configured_by_the_user_is_unchanged(before: str) -> None:
     assert lines_of(before) == ["a line of ours"]
 
 
 @pytest.mark.slow
-def test_no_log_is_left_alone() -> None:
+def test_missing_vllm_log_changes_nothing() -> None:
     assert lines_of(VLLM_CONFIGURE_LOGGING="0") == []
     assert lines_of("logging.getLogger('vllm_tiered_kv').setLevel('ERROR')") == []

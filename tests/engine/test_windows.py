@@ -46,7 +46,7 @@ def test_a_repeated_prompt_loads_what_its_windows_reach(
 
 
 @EVERY_SHAPE
-def test_any_shared_prefix_is_found_and_the_gpu_has_part_of_it(
+def test_shared_prefix_partly_on_the_gpu_is_found(
     tiny_model: Path, async_scheduling: bool, shape: dict
 ) -> None:
     """Prefixes of every length: each ends in another window, far inside what was stored."""
@@ -85,7 +85,7 @@ def test_the_next_turn_finds_what_was_generated(
         engine.assert_at_rest()
 
 
-def test_a_window_that_is_not_there_ends_the_hit_before_it(tiny_model: Path) -> None:
+def test_missing_window_ends_the_hit_before_it(tiny_model: Path) -> None:
     """The full group has everything; the hit ends where the last whole window does."""
     engine = ToyEngine(tiny_model, windows=(None, 10), cpu_blocks=128)
     ids = prompt(random.Random(1), 75)

@@ -102,7 +102,7 @@ def load(worker: WorkerHalf, transfer: GroupTransfer) -> None:
     raise AssertionError("the load never ended")
 
 
-def test_what_was_stored_survives_a_new_registration(engine: ToyEngine, worker: WorkerHalf) -> None:
+def test_stored_blocks_survive_a_new_registration(engine: ToyEngine, worker: WorkerHalf) -> None:
     """The scheduler's index still speaks of the same memory."""
     before = caches(1)
     worker.register_kv_caches(before, engine.kv_cache_config)
@@ -125,7 +125,7 @@ def test_what_was_stored_survives_a_new_registration(engine: ToyEngine, worker: 
         assert torch.equal(after[name][13], caches(2)[name][13])
 
 
-def test_what_is_under_way_ends_with_a_new_registration(engine: ToyEngine) -> None:
+def test_running_transfers_end_with_a_new_registration(engine: ToyEngine) -> None:
     """Else the scheduler would wait for it, and an idle engine step, for ever."""
     worker = engine.worker.worker_half
     worker._copier.max_delay = 1 << 30  # polls
@@ -209,7 +209,7 @@ def test_a_device_that_failed_does_not_disturb_the_shutdown(
     real()
 
 
-def test_a_store_that_was_given_up_is_neither_copied_nor_reported_again(engine: ToyEngine) -> None:
+def test_abandoned_store_is_neither_copied_nor_reported_again(engine: ToyEngine) -> None:
     """An idle step may come between a forward and its end: the slot is somebody else's by then."""
     worker = engine.worker.worker_half
     worker.before_forward(TieredKVMetadata(stores_after=[StoreJob(7, pairs([3], [0]))]))

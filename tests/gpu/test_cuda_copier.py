@@ -219,9 +219,7 @@ def test_wait_for_an_earlier_store_does_not_wait_for_later_ones(bench: Bench) ->
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_load_behind_a_fence_comes_behind_stores_that_were_waited_for(
-    bench: Bench, waits: bool
-) -> None:
+def test_load_after_a_fence_follows_awaited_stores(bench: Bench, waits: bool) -> None:
     warm_up(bench)
     loaded, before = bench.slot(SLOTS - 1), bench.block(3)
     hold_stores_up(bench)
@@ -283,7 +281,7 @@ def in_slots(bench: Bench, count: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by-layer"])
-def test_the_forward_waits_for_what_is_loaded_ahead_of_it(bench: Bench, by_layer: bool) -> None:
+def test_forward_waits_for_its_early_load(bench: Bench, by_layer: bool) -> None:
     truth = in_slots(bench, SLOTS)
     seen = [torch.zeros(SLOTS, PAGE, dtype=torch.uint8, device="cuda") for _ in range(LAYERS)]
     targets = torch.arange(BLOCKS - SLOTS, BLOCKS, device="cuda")
@@ -340,7 +338,7 @@ def test_a_load_may_overtake_the_step_under_way_but_not_stores(
     assert [bench.slot(n) for n in (10, 11)] == read
 
 
-def test_a_step_waits_for_what_began_before_it(bench: Bench) -> None:
+def test_step_waits_for_loads_that_began_before_it(bench: Bench) -> None:
     truth = in_slots(bench, SLOTS)
     seen = [torch.zeros(SLOTS, PAGE, dtype=torch.uint8, device="cuda") for _ in range(LAYERS)]
     targets = torch.arange(BLOCKS - SLOTS, BLOCKS, device="cuda")
@@ -379,7 +377,7 @@ def test_a_step_waits_for_what_began_before_it(bench: Bench) -> None:
         assert b"".join(layer[slot].cpu().numpy().tobytes() for layer in seen) == truth[slot]
 
 
-def test_nothing_begins_early_while_another_stream_computes(bench: Bench) -> None:
+def test_early_load_is_refused_while_another_stream_computes(bench: Bench) -> None:
     bench.copier.begin_step()
     bench.stream = torch.cuda.Stream()
     assert not bench.copier.can_load_early()
@@ -437,7 +435,7 @@ def test_a_failing_copy_ahead_is_done_in_the_simplest_way(
     assert bench.copier.poll_step_loads() == [2, 3]
 
 
-def test_all_that_was_under_way_has_ended_when_it_settles(bench: Bench) -> None:
+def test_settle_waits_for_all_running_copies(bench: Bench) -> None:
     truth = in_slots(bench, 2)
     with torch.cuda.stream(bench.stream):
         bench.copier.fence()

@@ -67,7 +67,7 @@ def test_an_engine_that_does_not_ask_for_the_cache_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["by_name", "by_module"])
-def test_an_engine_that_asks_for_it_ends_with_one_sentence(tmp_path: Path, how: str) -> None:
+def test_engine_with_the_connector_ends_with_one_sentence(tmp_path: Path, how: str) -> None:
     transfer = {"kv_connector": "TieredKVConnector", "kv_role": "kv_both"}
     if how == "by_module":
         transfer["kv_connector_module_path"] = "vllm_tiered_kv.connector.connector"

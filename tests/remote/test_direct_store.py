@@ -377,7 +377,7 @@ def test_step_of_vllm_may_ask_whether_redis_is_up() -> None:
         assert len(nodes.masters()) == 1
 
 
-def test_refused_password_is_told_once_and_never_shown(
+def test_refused_password_is_logged_once_and_never_shown(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_tiered_kv.connector.direct_store._OPEN_AGAIN_S", 0.0)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from vllm_tiered_kv.native.zmq_sender import zmq_function
+from vllm_tiered_kv.native.zmq_messages import zmq_function
 from vllm_tiered_kv.remote import zero_copy_send
 from vllm_tiered_kv.remote.zero_copy_send import ZeroCopySend
 

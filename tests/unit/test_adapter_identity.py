@@ -66,7 +66,7 @@ def test_an_adapter_of_the_same_size_and_time_is_another(tmp_path: Path) -> None
     assert adapter_digest("a", str(folder)) != first
 
 
-def test_what_a_training_left_beside_an_adapter_is_not_read(
+def test_training_files_beside_an_adapter_are_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests would wait for it: the state of an optimiser is many times as large."""

@@ -85,9 +85,7 @@ def test_too_few_prompts_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "has 2 prompts, and --n asks for 3" in capsys.readouterr().err
 
 
-def test_server_that_is_not_there_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_absent_server_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "prompts.jsonl"
     assert main(["bench", "inputs", str(out), "--url", "http://127.0.0.1:9"]) == 2
     assert "cannot be reached" in capsys.readouterr().err

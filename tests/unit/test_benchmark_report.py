@@ -164,7 +164,7 @@ def test_goals_are_the_ratios_of_the_samples() -> None:
     assert missed == {"batch from the tier: offloading_blhnc over tiered"}
 
 
-def test_a_hit_that_was_none_does_not_count_as_a_load() -> None:
+def test_missed_hit_does_not_count_as_a_load() -> None:
     computed = Samples(
         dataclasses.replace(sample, hits=0) if sample.kind == "tier_hit" else sample
         for sample in a_run()
@@ -184,7 +184,7 @@ def test_groups_are_not_compared_with_each_other() -> None:
     assert cold_throughput(samples.where(group=1), "offloading") is None  # vllm did not run there
 
 
-def test_nothing_is_derived_from_nothing() -> None:
+def test_empty_result_derives_nothing() -> None:
     assert derive(Samples(), COPY_MS) == {"groups": [], "goals": []}
 
 

@@ -99,7 +99,7 @@ def test_numbers_are_compared_where_their_format_is_known(bench: Bench) -> None:
     assert bench.run(bench.local(2, [8], [1])) == [Verdict.CLOSE]
 
 
-def test_what_was_not_copied_is_not_compared(bench: Bench) -> None:
+def test_blocks_not_copied_are_not_compared(bench: Bench) -> None:
     bench.blocks[8] = bench.blocks[1]
     assert bench.run(bench.local(1, [8, 9], [1, 2]), copied=1) == [
         Verdict.EQUAL,
@@ -121,7 +121,7 @@ def test_a_step_without_an_end_is_reported(bench: Bench) -> None:
     assert not bench.verifier
 
 
-def test_other_copies_are_none_of_ours(bench: Bench) -> None:
+def test_copies_of_other_jobs_are_ignored(bench: Bench) -> None:
     assert not bench.verifier.copied(StoreDone(5, 1), bench.arena, None)
     assert bench.verifier.take_verdicts() == {}
 
@@ -152,7 +152,7 @@ def test_formats(dtype: str, cache_dtype: str, expected: NumberFormat) -> None:
     assert number_format(dtype, cache_dtype) is expected
 
 
-def test_a_job_that_finds_no_thread_is_not_compared(
+def test_job_without_a_thread_is_not_compared(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next one is, if there is one by then: nothing of it may end the engine."""

@@ -101,7 +101,7 @@ def test_follower_waits_until_the_shared_prefix_is_computed(engine: Engine) -> N
     assert engine.saved_blocks == 6
 
 
-def test_nothing_shared_never_waits(engine: Engine) -> None:
+def test_request_without_shared_prefix_does_not_wait(engine: Engine) -> None:
     engine.admit("a", "A8")
     assert not engine.waits("b", "B8")
     engine.admit("b", "B8")
@@ -152,7 +152,7 @@ def test_leader_far_behind_the_tiers_is_not_waited_for(engine: Engine) -> None:
     assert engine.waits("b", "A9A9A9A9A9B2", had=36)
 
 
-def test_what_vllm_has_planned_in_this_step_counts_as_computed(engine: Engine) -> None:
+def test_blocks_planned_in_this_step_count_as_computed(engine: Engine) -> None:
     """A step takes 16 blocks. The position of the leader follows when the step is complete."""
     engine.admit("a", "A9A9A9")
     assert engine.waits("b", "A9A9B2", had=14)

@@ -114,14 +114,14 @@ def test_variables_that_kubernetes_sets_for_a_service_are_no_options(service: st
         TieredKVConfig.load({}, {f"{service}_PORTS": "1"})
 
 
-def test_what_an_image_was_built_with_may_stay_in_its_environment() -> None:
+def test_build_variables_in_the_environment_are_accepted() -> None:
     setup = (Path(__file__).parents[2] / "setup.py").read_text()
     variables = set(re.findall(r"TIERED_KV_[A-Z_]+", setup))
     assert len(variables) >= 5
     assert TieredKVConfig.load({}, dict.fromkeys(variables, "1")) == TieredKVConfig()
 
 
-def test_a_key_like_nothing_lists_what_is_known() -> None:
+def test_key_unlike_any_option_lists_all_options() -> None:
     with pytest.raises(ConfigError, match="known options: mode, cpu_memory"):
         TieredKVConfig.load({"zzzzqqq": 1}, {})
 

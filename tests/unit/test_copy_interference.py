@@ -101,7 +101,7 @@ def test_a_window_that_went_wrong_is_excluded(changes: dict[str, Any], reason: s
     assert found["clock_ratio"] == {}
 
 
-def test_nothing_is_said_of_windows_that_all_paused() -> None:
+def test_windows_that_all_paused_give_no_ratio() -> None:
     found = summary([a_window(way, pause_ms=9.0) for way in (ALONE, "a", ALONE)], ["a"])
     assert (found["alone_ms"], found["alone_range_ms"], found["time_ratio"]) == (
         None,

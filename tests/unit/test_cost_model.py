@@ -66,14 +66,14 @@ def test_a_backlog_makes_a_tier_slower() -> None:
     assert known.choose(0.4, 0, spans).tokens == 10240
 
 
-def test_what_would_be_given_up_before_it_is_there_is_not_begun() -> None:
+def test_load_expected_to_time_out_is_not_begun() -> None:
     known = taught({Tier.MEMORY: 8e9}, longest_load_s=0.05)
     assert known.choose(0, 0, [span(Tier.MEMORY, 10240)]).tokens == 0
     assert known.choose(0, 0, [span(Tier.MEMORY, 2560)]).tokens == 2560
 
 
 @pytest.mark.parametrize("place", [Tier.CPU, Tier.MEMORY])
-def test_memory_of_this_host_is_loaded_from_however_long_it_took(place: Tier) -> None:
+def test_memory_of_this_host_is_loaded_from_at_any_speed(place: Tier) -> None:
     """A busy engine sees loads that waited for its steps; if it computed instead, it would be
     busier, and never see another one."""
     known = taught({}, trusted=(Tier.CPU, Tier.MEMORY))
@@ -137,7 +137,7 @@ def test_an_announced_speed_counts_until_a_load_was_seen() -> None:
     assert not known.choose(1, 0, spans).tokens, "it was not true"
 
 
-def test_with_known_prefills_the_first_load_goes_by_what_a_tier_says() -> None:
+def test_first_load_after_known_prefills_uses_the_announced_speed() -> None:
     for rate, loads in ((8e9, True), (1.6e9, False)):
         known = taught({}, trusted=(Tier.CPU, Tier.MEMORY))
         known.speeds[Tier.SSD].announce(rate)
@@ -170,7 +170,7 @@ def test_should_prefills_never_be_seen_loads_go_on_all_the_same() -> None:
     assert tokens == [10240, 0, 0, 0, 10240, 10240]
 
 
-def test_a_mixture_teaches_about_what_is_unknown() -> None:
+def test_load_from_several_tiers_measures_the_unknown_one() -> None:
     known = taught({Tier.MEMORY: 10e9})
     mixed = Span(Tier.REMOTE, 10240, {Tier.MEMORY: 0.5, Tier.SSD: 0.5})
     for n in range(12):
@@ -209,7 +209,7 @@ lengths = st.integers(1, 4000).map(lambda blocks: blocks * BLOCK)
     st.lists(st.tuples(st.sampled_from([Tier.CPU, Tier.SSD]), lengths), min_size=1, max_size=3),
     st.sampled_from([1, 3]),
 )
-def test_what_is_expected_to_be_slower_is_never_loaded(
+def test_load_expected_to_be_slower_is_computed(
     cpu: float, ssd: float, computed: int, runs: list[tuple[Tier, int]], blocks: int
 ) -> None:
     alignment = blocks * BLOCK
@@ -283,7 +283,7 @@ def test_a_fast_tier_is_used_after_a_few_requests(source: Tier) -> None:
 
 @pytest.mark.parametrize("latency", [0.001, 0.005, 0.02])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_latency_is_not_taken_for_a_lack_of_bandwidth(latency: float, seed: int) -> None:
+def test_latency_is_told_from_bandwidth(latency: float, seed: int) -> None:
     """Small loads cannot tell the two apart. Prompts of one length, each computed in one step."""
     alone = Decider(step_tokens=16384, longest_load_s=60.0)
     for _ in range(3):
@@ -348,7 +348,7 @@ def test_a_tier_that_becomes_fast_is_found_and_one_that_becomes_slow_is_left() -
     assert engine.ratio(705) <= 1.05
 
 
-def test_a_tier_that_was_stuck_is_tried_again_though_every_probe_seems_too_dear() -> None:
+def test_tier_that_hung_is_probed_again_although_probes_seem_too_slow() -> None:
     engine = Engine(lambda n: 8e9)
     for _ in range(8):
         engine.decider.speeds[Tier.SSD].observe(1e6, 3.0)
@@ -436,7 +436,7 @@ def test_late_report_of_a_probe_counts() -> None:
     assert loads >= 3
 
 
-def test_a_probe_follows_what_is_loaded_and_says_nothing_about_mapped_memory() -> None:
+def test_probe_follows_the_load_and_does_not_measure_mapped_memory() -> None:
     known = taught({Tier.CPU: 50e9}, trusted=(Tier.CPU, Tier.MEMORY))
     behind = Span(Tier.REMOTE, 5120, {Tier.MEMORY: 0.5, Tier.SSD: 0.5})
     for n in range(6):
@@ -450,7 +450,7 @@ def test_a_probe_follows_what_is_loaded_and_says_nothing_about_mapped_memory() -
     assert known.speeds[Tier.SSD].seconds(1e8) == pytest.approx(0.1, rel=0.2)
 
 
-def test_what_lies_behind_a_part_that_is_loaded_is_learnt_too() -> None:
+def test_tier_behind_a_loaded_part_is_measured() -> None:
     """As daemons on the same host answer: leased memory, and a rest."""
     known = taught({}, trusted=(Tier.CPU, Tier.MEMORY))
     spans = [span(Tier.MEMORY, 5120), span(Tier.SSD, 5120)]
@@ -467,7 +467,7 @@ def test_what_lies_behind_a_part_that_is_loaded_is_learnt_too() -> None:
 
 @pytest.mark.parametrize("memory", [0.2, 0.5, 0.8])
 @pytest.mark.parametrize("fetched", [1.0, 0.5, 0.25])
-def test_what_lies_in_several_places_is_not_probed_with_every_request(
+def test_blocks_in_several_places_are_not_probed_with_every_request(
     memory: float, fetched: float
 ) -> None:
     """Not even where less comes than was asked for."""

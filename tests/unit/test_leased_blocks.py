@@ -137,7 +137,7 @@ def test_each_rank_reads_its_own_blocks_without_a_request(worker: Worker) -> Non
 
 
 @pytest.mark.parametrize("how", ["frozen", "killed"])
-def test_what_was_leased_is_loaded_whatever_becomes_of_the_daemon(worker: Worker, how: str) -> None:
+def test_leased_blocks_are_loaded_after_the_daemon_died(worker: Worker, how: str) -> None:
     transfer = leased(worker.lease())
     if how == "frozen":
         worker.daemon.freeze()
@@ -157,7 +157,7 @@ def test_what_was_leased_is_loaded_whatever_becomes_of_the_daemon(worker: Worker
     assert worker.is_right()
 
 
-def test_what_was_leased_is_loaded_from_the_part_that_is_pinned(
+def test_leased_blocks_are_loaded_from_the_pinned_part(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pinning all of a large daemon's memory takes long after an engine was started anew."""
@@ -243,7 +243,7 @@ def test_memory_stays_mapped_until_the_last_copy_has_ended(worker: Worker) -> No
     assert region.memory.closed
 
 
-def test_a_part_of_what_is_leased(worker: Worker) -> None:
+def test_part_of_the_leased_blocks_is_loaded(worker: Worker) -> None:
     lease = worker.lease()
     part = leased(lease).part(2, 5)
     assert part.leased is not None

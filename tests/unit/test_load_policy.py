@@ -122,7 +122,7 @@ def test_numbers_that_never_come_back_are_forgotten() -> None:
     assert len(decider._steps) <= 16
 
 
-def test_nothing_is_measured_that_decides_nothing() -> None:
+def test_policies_without_decisions_measure_nothing() -> None:
     decider = ClockedDecider(load_policy="always")
     assert decider.step_planned({"a": 40}, {"a": state(100)}, False) is None
 
@@ -152,7 +152,7 @@ def test_the_slowest_rank_is_learnt() -> None:
 
 
 @pytest.mark.parametrize(("elapsed", "learnt"), [(0.01, 0), (4.9, 1)])
-def test_a_load_that_was_given_up_tells_that_the_tier_is_slow(elapsed: float, learnt: int) -> None:
+def test_timed_out_load_makes_the_tier_slow(elapsed: float, learnt: int) -> None:
     decider = ClockedDecider()
     admitted(decider)
     decider.clock.now += elapsed
@@ -160,7 +160,7 @@ def test_a_load_that_was_given_up_tells_that_the_tier_is_slow(elapsed: float, le
     assert decider.costs.speeds[Tier.SSD].count == learnt
 
 
-def test_what_all_ranks_probed_is_learnt_from_the_slowest() -> None:
+def test_probe_of_several_ranks_counts_the_slowest() -> None:
     decider = ClockedDecider(num_ranks=2)
     spans = (Span(Tier.REMOTE, 400, {Tier.SSD: 1.0}),)
     choice = Choice(0, spans, range(40), Tier.SSD)
@@ -270,7 +270,7 @@ def taught(decider: ClockedDecider, seconds_per_token: float) -> None:
         decider.costs.step_ended(64, 64 * 32, 64 * seconds_per_token)
 
 
-def test_an_answer_is_waited_for_as_long_as_it_may_save() -> None:
+def test_lookup_waits_as_long_as_it_may_save() -> None:
     decider = ClockedDecider()
     asked = waiting(decider, 400)
     decider.clock.now += 0.05

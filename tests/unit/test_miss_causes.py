@@ -46,7 +46,7 @@ class Bench:
         )
         keys: Any = SimpleNamespace(of_group=[KEYS])
         state = RequestState(request, keys)
-        self.causes.admitted(state, match, loaded, remote, asks_daemons=False)
+        self.causes.admitted(state, match, loaded, remote, may_query_daemons=False)
         assert state.account is not None
         assert state.account.gpu + sum(state.account.loaded.values()) + state.account.computed == 42
         return state.account

@@ -100,7 +100,7 @@ def test_windows(config: dict[str, Any], windows: int, full: int) -> None:
         }
 
 
-def test_a_window_that_is_switched_off_is_none() -> None:
+def test_disabled_window_is_no_window() -> None:
     assert groups({**TINY_QWEN2, "sliding_window": 512})[0][0] is LayerKind.FULL
     off = {**TINY_LLAMA, "sliding_window": 512, "use_sliding_window": False}
     assert groups(off)[0][0] is LayerKind.FULL

@@ -248,7 +248,7 @@ def test_which_factors_a_long_rope_takes_counts(model: Path) -> None:
     assert digest(model, max_model_len=512) == digest(model, max_model_len=5000)
 
 
-def test_other_settings_that_go_by_the_longest_context_count(model: Path) -> None:
+def test_settings_that_depend_on_the_longest_context_count(model: Path) -> None:
     dynamic = {**CONFIG, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
     assert digest(model, config=dynamic, max_model_len=1) != digest(model, config=dynamic)
     llama4 = {**CONFIG, "model_type": "llama4", "text_config": {"model_type": "llama4_text"}}
@@ -257,7 +257,7 @@ def test_other_settings_that_go_by_the_longest_context_count(model: Path) -> Non
     assert short != digest(model, config=llama4, max_model_len=32769)
 
 
-def test_what_the_engine_asks_of_the_processor_counts(model: Path) -> None:
+def test_arguments_of_the_processor_count(model: Path) -> None:
     digests = [digest(model, processor=p) for p in (None, {}, {"crops": 4}, {"crops": 5})]
     assert digests[0] == digests[1]
     assert len(set(digests)) == 3
@@ -386,7 +386,7 @@ def test_empty_and_small_tensors_are_read_whole(tmp_path: Path) -> None:
     assert spans[3:] == [(12298, 4096), (16394, 4096), (20491, 4096)]
 
 
-def test_a_model_without_files_goes_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_model_without_files_is_identified_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
     name = "nobody/has-this-model"
     first = digest(name)
     assert "keyed by name and revision" in caplog.text

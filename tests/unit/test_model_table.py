@@ -88,7 +88,7 @@ def test_models_by_name_have_a_line_each_and_say_what_shows_it() -> None:
     assert all(bool(model.test) == bool(model.tiny) for model in NAMED)
 
 
-def test_what_must_be_cached_is() -> None:
+def test_required_models_are_cached() -> None:
     """Nobody makes a row of these say something else by accident."""
     cached = " ".join(row.feature for row in ROWS if row.state is State.CACHED)
     for feature in ("GQA", "latent attention", "sliding windows (Gemma-3", "fp8", "LoRA", "n-gram"):

@@ -26,7 +26,7 @@ def test_a_mutation_applies_to_one_place_and_is_still_python(mutation: Mutation)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_its_tests_exist(mutation: Mutation) -> None:
+def test_tests_of_a_mutation_exist(mutation: Mutation) -> None:
     assert mutation.tests
     for test in mutation.tests:
         file, _, name = test.partition("::")
@@ -35,6 +35,12 @@ def test_its_tests_exist(mutation: Mutation) -> None:
             assert f"def {name}(" in source
         is_beside_vllm = file.startswith(("tests/engine/", "tests/conformance/"))
         assert is_beside_vllm == (mutation.needs is Needs.VLLM), "only these have vLLM"
+
+
+_PROFILE = """
+from hypothesis import settings
+settings.register_profile("landing")
+"""
 
 
 class OneTree:
@@ -53,6 +59,7 @@ def test_unbroken_tests_that_run_out_of_time_are_no_verdict(
 ) -> None:
     """The same time would make a mutant pass for noticed."""
     (tmp_path / "test_slow.py").write_text("import time\ndef test_it(): time.sleep(60)\n")
+    (tmp_path / "conftest.py").write_text(_PROFILE)
     monkeypatch.setattr(mutants, "LIMIT_S", 0.5)
     mutation = Mutation("name", "path", "old", "new", "harm", ("test_slow.py",))
     assert not mutants.unbroken_tests_pass([mutation], OneTree(tmp_path))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import zmq
 
 from tests.patience import eventually
 from vllm_tiered_kv.errors import NativeError
-from vllm_tiered_kv.native.zmq_receive import ZmqReceiver, make_zmq_receiver
+from vllm_tiered_kv.native.zmq_messages import ZmqReceiver, make_zmq_receiver
 
 MOST = 1 << 20
 

@@ -12,7 +12,7 @@ import zmq
 from tests.patience import eventually
 from vllm_tiered_kv.errors import NativeError
 from vllm_tiered_kv.native.cpu import pack_get_reply
-from vllm_tiered_kv.native.zmq_sender import ZmqSender, make_zmq_sender
+from vllm_tiered_kv.native.zmq_messages import ZmqSender, make_zmq_sender
 
 WAIT_MS = 30_000
 LARGE = 64 << 20  # more than the kernel buffers

@@ -146,24 +146,24 @@ def test_a_lookup_asks_several_daemons_at_the_same_time() -> None:
     lookups.close()
 
 
-def test_questions_of_a_long_chain_are_limited_and_count_their_columns(
+def test_queries_of_a_long_chain_are_limited_and_count_their_columns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remote_lookups, "_MAX_KEYS_PER_QUESTION", 100)
+    monkeypatch.setattr(remote_lookups, "_MAX_KEYS_PER_QUERY", 100)
     a, b = Server("a"), Server("b")
     runs = [(5, 64, a), (64, 128, b), (128, 160, a), (160, 500, b)]
-    questions, parts = remote_lookups._questions(runs)  # type: ignore[arg-type]
+    queries, parts = remote_lookups._batch_queries(runs)  # type: ignore[arg-type]
     assert parts[:3] == [(0, 0, range(5, 64)), (1, 0, range(64, 128)), (0, 59, range(128, 160))]
     assert [n for *_, part in parts for n in part] == list(range(5, 500))
     for number, column, part in parts:
-        server, of_question = questions[number]
-        positions = [n for each in of_question for n in each]
+        server, of_query = queries[number]
+        positions = [n for each in of_query for n in each]
         assert positions[column : column + len(part)] == list(part)
         assert len(positions) <= 100
         assert (server.address == "a") == (part.start in (5, 128))
 
 
-def test_a_gap_on_the_first_daemon_leaves_the_second_in_peace() -> None:
+def test_gap_on_the_first_daemon_sends_no_query_to_the_second() -> None:
     keys = chain(160)
     a, b = Server("a", set(keys) - {keys[100]}), Server("b", set(keys))
     lookup, _, lookups = ask(placed(keys, a, a, b), keys)
@@ -182,7 +182,7 @@ def test_nothing_found_is_a_miss() -> None:
     lookups.close()
 
 
-def test_no_answer_from_any_daemon_is_not_a_miss() -> None:
+def test_lookup_without_any_answer_is_not_a_miss() -> None:
     keys = chain(20)
     servers = placed(keys, Server("a"))
     servers.is_up = False
@@ -222,7 +222,7 @@ def test_a_lookup_that_waits_for_a_thread_keeps_its_deadline_too() -> None:
     lookups.close()
 
 
-def test_a_lookup_that_breaks_is_a_miss() -> None:
+def test_lookup_that_raises_is_a_miss() -> None:
     """The answer is taken in the engine's own loop: nothing may be raised there."""
     keys = chain(4)
 

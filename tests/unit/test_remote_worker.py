@@ -55,7 +55,7 @@ def test_a_load_in_two_parts_is_over_with_the_second() -> None:
 
 
 @pytest.mark.parametrize("order", [(Tier.CPU, Tier.REMOTE), (Tier.REMOTE, Tier.CPU)])
-def test_of_two_failures_the_one_that_names_bad_blocks_counts(order: tuple[Tier, Tier]) -> None:
+def test_failure_that_names_bad_blocks_wins(order: tuple[Tier, Tier]) -> None:
     loads = LoadTracker()
     loads.begin("a", 2)
     for failed in order:
@@ -72,7 +72,7 @@ def test_ranks_are_numbered_as_vllm_does() -> None:
     ]
 
 
-def test_memory_to_land_in_is_pinned_before_it_is_used() -> None:
+def test_landing_memory_is_pinned_before_use() -> None:
     """However large it is: a GPU that reads memory which is not pinned takes the engine down."""
     pinned: list[int] = []
 
@@ -171,7 +171,7 @@ def attached(daemon: DaemonProcess) -> tuple[RemoteStore, SharedRegions, list[Bl
     return store, regions, keys
 
 
-def test_a_load_that_breaks_gives_back_what_it_leased(daemon: DaemonProcess) -> None:
+def test_failing_load_releases_its_leases(daemon: DaemonProcess) -> None:
     store, regions, keys = attached(daemon)
     shard = Shard(bytes(32), RankTag(), {0: 4096})
     loader = RemoteLoader(

@@ -21,7 +21,7 @@ def job(blocks: int, job_id: int = 5) -> StoreJob:
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 8])
 @pytest.mark.parametrize("blocks", [1, 2, 7, 8, 9])
-def test_together_they_copy_each_block_once(blocks: int, replicas: int) -> None:
+def test_replicas_together_copy_each_block_once(blocks: int, replicas: int) -> None:
     copied = []
     for replica in range(replicas):
         share = ReplicaStriping(replica, replicas)
@@ -35,7 +35,7 @@ def test_together_they_copy_each_block_once(blocks: int, replicas: int) -> None:
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("blocks", [1, 5, 6, 7])
-def test_what_all_say_is_what_arrived_without_a_gap(blocks: int, replicas: int) -> None:
+def test_reports_of_replicas_count_blocks_without_a_gap(blocks: int, replicas: int) -> None:
     """Whatever each of them could copy, the least that is said is the number of first blocks."""
     for seed in range(50):
         rng = np.random.default_rng(seed)
@@ -91,7 +91,7 @@ def test_the_least_report_is_what_all_have_stored_and_pinned(replicas: int, job_
 
 @pytest.mark.parametrize("usable", range(7))
 @pytest.mark.parametrize("job_id", range(3))
-def test_no_rank_says_more_than_it_could_read_itself(usable: int, job_id: int) -> None:
+def test_rank_reports_no_more_than_it_could_read(usable: int, job_id: int) -> None:
     """Another one has pinned more, and has copied all of its part."""
     limited, other = ReplicaStriping(0, 3), ReplicaStriping(1, 3)
     mine = limited.begin(job(6, job_id), usable)

@@ -88,7 +88,7 @@ def test_exactly_one_replica_sends_a_job_and_they_share_the_work(replicas: int) 
     assert min(senders.values()) > 400 / replicas
 
 
-def test_stages_that_may_differ_are_not_taken_for_replicas() -> None:
+def test_stages_that_may_differ_are_not_replicas() -> None:
     """Each looks at its own layers: one might find replicas where another does not."""
     cache = SimpleNamespace(kv_tp_replicas=2)
     assert replicas_of(cache, parallel(2)) == 2  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ def test_flags_of_pytest_choose_among_the_tests_of_a_sanitizer() -> None:
     ]
 
 
-def test_what_the_sanitizer_of_gpus_leaves_out_exists_and_is_not_all() -> None:
+def test_tests_left_out_by_the_gpu_sanitizer_exist_and_are_not_all() -> None:
     tests = [
         re.findall(r"^def (test_\w+)\(", (ROOT / file).read_text(), re.MULTILINE)
         for file in gpu_sanitize.TESTS

@@ -67,7 +67,7 @@ def test_the_repository_is_the_same_everywhere() -> None:
         assert set(found) == {REPOSITORY}, name
 
 
-def test_what_a_page_loads_from_elsewhere_is_noticed() -> None:
+def test_page_that_loads_from_elsewhere_is_refused() -> None:
     html = (
         '<link rel="stylesheet" href="assets/a.css"><a href="https://example.org/page">link</a>'
         '<img alt="" src="images/tiers.svg"><script src="https://example.org/b.js"></script>'

@@ -15,7 +15,7 @@ from vllm_tiered_kv.cache.cost_model import (
 )
 
 
-def test_what_a_step_costs_at_least_tells_what_its_tokens_cost() -> None:
+def test_fixed_cost_of_a_step_separates_the_cost_of_its_tokens() -> None:
     """Steps of one size alone might cost the same whatever they compute."""
     prefill = PrefillRate(16384)
     for _ in range(4):
@@ -65,7 +65,7 @@ def test_a_tier_that_hangs_is_believed_at_once() -> None:
     assert speed.count == 1
 
 
-def test_what_a_tier_took_before_it_got_slower_is_not_what_other_sizes_take() -> None:
+def test_samples_from_before_a_slowdown_do_not_predict_other_sizes() -> None:
     speed = TierSpeed()
     for _ in range(8):
         speed.observe(5e8, 0.05)

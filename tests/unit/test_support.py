@@ -27,7 +27,7 @@ def test_versions() -> None:
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.1+cu130", "dev", "0.1.dev1+gabc"])
-def test_what_works_is_accepted(version: str) -> None:
+def test_supported_vllm_is_accepted(version: str) -> None:
     assert require_supported_vllm(version, Complete) is None
 
 
@@ -38,7 +38,7 @@ def test_a_newer_one_is_tried_with_a_warning() -> None:
 @pytest.mark.parametrize(
     ("version", "base"), [("0.26.0", Complete), ("0.30.2", Complete), ("dev", Older)]
 )
-def test_what_cannot_work_is_refused_in_one_sentence(version: str, base: type) -> None:
+def test_unsupported_vllm_is_refused_in_one_sentence(version: str, base: type) -> None:
     with pytest.raises(
         UnsupportedError, match=f"needs vLLM 0.31 or newer, this is {version}"
     ) as caught:

@@ -134,7 +134,7 @@ def test_store_overhead() -> None:
     assert found[2][1] == ["1024", "1.60", "3.20", "0.80", "1.60", "0.50", "0.50"]
 
 
-def test_what_was_not_measured_is_left_open() -> None:
+def test_missing_measurements_are_blank() -> None:
     cells = [c for c in overhead_cells() if c["gpu_cache"] and c["scheduling"] == "sync"]
     cells = [c for c in cells if c["system"] != "daemon"]
 

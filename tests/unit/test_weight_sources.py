@@ -61,7 +61,7 @@ def test_models_of_an_object_store_go_by_their_address(
     assert base != digest(there, "s3://bucket/base", load_format)
 
 
-def test_a_folder_without_weights_goes_by_its_name(
+def test_folder_without_weights_is_identified_by_its_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     one, two = (configs_alone(tmp_path / name) for name in ("one", "two"))

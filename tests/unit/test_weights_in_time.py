@@ -117,7 +117,7 @@ def test_a_hub_that_has_something_newer(
     assert changed_since_start(config("some/model")) is None
 
 
-def test_when_a_process_began() -> None:
+def test_start_time_of_a_process_is_read() -> None:
     before = time.time_ns()
     program = (
         "from vllm_tiered_kv.connector.identity import model_fingerprint as m\n"

@@ -123,7 +123,7 @@ def test_where_a_window_is_not_whole_one_more_question_finds_the_next() -> None:
     assert server.asked == [11, 2, 11, 2]
 
 
-def test_what_the_cpu_tier_has_alone_is_not_asked_for() -> None:
+def test_blocks_in_the_cpu_tier_are_not_looked_up_at_daemons() -> None:
     groups = [Group(0, 4, 64, 0), Group(1, 4, 64, 0, 10)]
     keys = chains(*groups)
     server = ListingServer("tcp://a:1")
@@ -153,7 +153,7 @@ class Forgetful:
 
 
 @pytest.mark.parametrize("loses", [0, 1])
-def test_a_window_with_a_hole_in_it_is_none(loses: int) -> None:
+def test_window_with_a_gap_is_a_miss(loses: int) -> None:
     """It lies on two daemons, one of which holds both of its ends."""
     keys = [BlockKey(n.to_bytes(16, "big") + b"\0") for n in range(600)]
     ends, middle = Forgetful("tcp://ends:1", 0), Forgetful("tcp://middle:1", loses)

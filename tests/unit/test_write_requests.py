@@ -37,7 +37,7 @@ def test_blocks_larger_than_a_request_go_alone() -> None:
     assert sizes([32 * MIB, MIB, 32 * MIB]) == [32 * MIB, MIB, 32 * MIB]
 
 
-def test_what_the_daemon_accepts_is_kept() -> None:
+def test_puts_are_split_within_the_limits_of_the_daemon() -> None:
     assert sizes([MIB] * 4, Limits(message_bytes=2 * MIB)) == [2 * MIB, 2 * MIB]
     assert sizes([1000] * 5, Limits(frames=2)) == [2000, 2000, 1000]
     assert sizes([]) == []

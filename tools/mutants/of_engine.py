@@ -726,7 +726,7 @@ ENGINE = (
     Mutation(
         "removed-block-stays-announced",
         "cache/index.py",
-        "        if is_removed and self.on_removed is not None:\n",
+        "        if is_removed:\n",
         "        if False:\n",
         "routers send requests to blocks that are gone",
         ("tests/engine/test_kv_events.py",),

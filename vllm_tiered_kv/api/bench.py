@@ -228,11 +228,11 @@ def make_text(
     server: OpenAIServer, model: str, words: Sequence[str], length: int, source: random.Random
 ) -> tuple[str, int]:
     """A text of about so many tokens, of words in random order, and how many it has."""
-    count, most = server.count_tokens(" ".join(words[:1000]), model)
+    count, max_tokens = server.count_tokens(" ".join(words[:1000]), model)
     if not count:
         raise ReplayError(f"the words have no tokens for {model}; choose others with --words")
-    if length >= most:
-        raise ReplayError(f"{model} takes {most} tokens; choose a --length below that")
+    if length >= max_tokens:
+        raise ReplayError(f"{model} takes {max_tokens} tokens; choose a --length below that")
     drawn = [source.choice(words) for _ in range(max(1, length * min(len(words), 1000) // count))]
     for _ in range(_DRAWS):
         text = " ".join(drawn)

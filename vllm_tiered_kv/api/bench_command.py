@@ -154,7 +154,7 @@ def _inputs(given: argparse.Namespace) -> int:
                 text, tokens = make_text(server, model, words, given.length, source)
                 out.write(json.dumps({"prompt": text}) + "\n")
                 lengths.append(tokens)
-                _say(f"{number} of {given.count}")
+                _print_progress(f"{number} of {given.count}")
     except OSError as error:
         raise ReplayError(f"{error.filename}: {error.strerror}") from None
     print(f"{given.count} prompts of {min(lengths)} to {max(lengths)} tokens in {given.out}")
@@ -164,7 +164,7 @@ def _inputs(given: argparse.Namespace) -> int:
 def _speed(given: argparse.Namespace) -> int:
     prompt = read_prompts(given.prompts)[0]
     with _asker(given) as asker:
-        table = speed(asker, prompt, given.restarts, given.timeout, _say)
+        table = speed(asker, prompt, given.restarts, given.timeout, _print_progress)
     if given.json:
         rows = [{"row": name, **answer.as_json()} for name, answer in table.rows]
         print(json.dumps({"model": asker.model, "rows": rows}, indent=1))
@@ -214,5 +214,5 @@ def _asker(given: argparse.Namespace) -> Iterator[Asker]:
         yield Asker(server, model, given.salt or secrets.token_hex(8), daemons)
 
 
-def _say(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

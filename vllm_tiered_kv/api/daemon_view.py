@@ -16,7 +16,7 @@ _NAMESPACES = 10  # in one look
 _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
-def namespace_lines(info: Mapping[str, Any], most: int | None = None) -> list[str]:
+def namespace_lines(info: Mapping[str, Any], max_rows: int | None = None) -> list[str]:
     """A table of namespaces, largest first."""
     rows = _mapping(info, "by_namespace")
     if not rows:
@@ -29,7 +29,7 @@ def namespace_lines(info: Mapping[str, Any], most: int | None = None) -> list[st
     table = [
         ["namespace", *(f"{tier}{part}" for tier in tiers for part in ("", " blocks")), "model"]
     ]
-    for name, row in list(rows.items())[:most]:
+    for name, row in list(rows.items())[:max_rows]:
         model = _escaped(row.get("client", "")) or "not seen since the daemon started"
         cells = [
             cell
@@ -38,8 +38,8 @@ def namespace_lines(info: Mapping[str, Any], most: int | None = None) -> list[st
         ]
         table.append([str(name), *cells, model])
     lines = columns(table)
-    if most is not None and len(rows) > most:
-        lines.append(f"and {len(rows) - most} more")
+    if max_rows is not None and len(rows) > max_rows:
+        lines.append(f"and {len(rows) - max_rows} more")
     return lines
 
 
@@ -56,8 +56,8 @@ def frame(
     lines = [f"{address}  {info.get('server', '')}", ""]
     capacity = _mapping(after, "capacity_bytes")
     used = _mapping(after, "used_bytes")
-    for tier, most in capacity.items():
-        lines.append(f"{tier:8} {_bar(used.get(tier, 0), most)}")
+    for tier, nbytes in capacity.items():
+        lines.append(f"{tier:8} {_bar(used.get(tier, 0), nbytes)}")
     hits, misses = rates.sum("hit_blocks"), rates.sum("missed_blocks")
     share = f"{hits / (hits + misses):.1%}" if hits + misses else "no request"
     lines += [
@@ -130,12 +130,12 @@ def _by_label(rates: _Rates, name: str) -> str:
     return ", ".join(f"{label} {rates.shown(rate)}" for label, rate in shown if rate) or "none"
 
 
-def _bar(used: int, most: int) -> str:
-    if not most:
+def _bar(used: int, capacity: int) -> str:
+    if not capacity:
         return f"{size(used)}, no limit"
-    share = min(1.0, used / most)
+    share = min(1.0, used / capacity)
     filled = round(share * _BAR)
-    return f"[{'#' * filled}{'.' * (_BAR - filled)}] {share:6.1%}  {size(used)} of {size(most)}"
+    return f"[{'#' * filled}{'.' * (_BAR - filled)}] {share:6.1%}  {size(used)} of {size(capacity)}"
 
 
 def _escaped(text: object) -> str:

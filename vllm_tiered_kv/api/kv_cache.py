@@ -324,16 +324,16 @@ class KVCache:
 
     @contextlib.contextmanager
     def _buffer(self, tokens: int) -> Iterator[NDArray[np.uint8]]:
-        """Lends memory for the states of some or all of the tokens, one row per token. Keeps it for
+        """Provides memory for the states of some or all of the tokens, a row each. Keeps it for
         later calls, because the kernel takes as long to provide new pages as to copy into them."""
         try:
             buffer = self._buffers.pop()
         except IndexError:
             buffer = np.empty((0, self._token_bytes), np.uint8)
         chunk_bytes = self.chunk_size * self._token_bytes
-        most = max(_BUFFER_CHUNKS, _BUFFER_BYTES // chunk_bytes) * self.chunk_size
-        if len(buffer) < min(tokens, most):
-            buffer = np.empty((min(tokens, most), self._token_bytes), np.uint8)
+        max_rows = max(_BUFFER_CHUNKS, _BUFFER_BYTES // chunk_bytes) * self.chunk_size
+        if len(buffer) < min(tokens, max_rows):
+            buffer = np.empty((min(tokens, max_rows), self._token_bytes), np.uint8)
         try:
             yield buffer
         finally:

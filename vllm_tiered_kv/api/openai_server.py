@@ -105,10 +105,10 @@ class OpenAIServer:
         """How many tokens a text has as a prompt, and how many the model takes."""
         reply = self._json("/tokenize", {"model": model, "prompt": text}, self._timeout_s)
         facts = reply if isinstance(reply, dict) else {}
-        count, most = facts.get("count"), facts.get("max_model_len")
-        if not isinstance(count, int) or not isinstance(most, int):
+        count, max_tokens = facts.get("count"), facts.get("max_model_len")
+        if not isinstance(count, int) or not isinstance(max_tokens, int):
             raise ReplayError(f"{self.url}/tokenize does not count tokens; is it a vLLM server?")
-        return count, most
+        return count, max_tokens
 
     def is_healthy(self) -> bool:
         return self._content("/health", None) is not None

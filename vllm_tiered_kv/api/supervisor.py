@@ -274,7 +274,7 @@ class Supervisor:
             self._screen.say(f"stopping {running.program.name}")
             running.signal(signal.SIGTERM)
         began = shown = time.monotonic()
-        heard, killed = max(self._signals, 1), []
+        signals, killed = max(self._signals, 1), []
         may_kill = timeout_s is not None
         while waiting := [
             running
@@ -283,8 +283,8 @@ class Supervisor:
         ]:
             now = time.monotonic()
             late = timeout_s is not None and now - began > timeout_s
-            if late or self._signals > heard:
-                heard = self._signals
+            if late or self._signals > signals:
+                signals = self._signals
                 for running in waiting:
                     if may_kill:
                         why = f"did not stop within {timeout_s} s, and is" if late else "is"

@@ -84,6 +84,7 @@ class BlockIndex:
         now: Callable[[], int] | None = None,
         ghosts: Ghosts | None = None,
         quota_of: Callable[[bytes], int | None] | None = None,
+        on_removed: Callable[[bytes], None] = lambda key: None,
     ) -> None:
         """`on_evict(key, nbytes)` is called for every evicted block. `may_evict(key)` can veto an
         eviction and may pin the block. `is_below(key)` returns whether a lower tier holds the
@@ -91,7 +92,8 @@ class BlockIndex:
         changing, so they may only pin and unpin. `now()` returns the time in nanoseconds; the
         default is the system's. `ghosts` remembers what is evicted. `quota_of(owner)` returns the
         quota of an owner when the owner gets a class. The index forgets the quota with the owner's
-        last class, because the number of owners over time is unlimited."""
+        last class, because the number of owners over time is unlimited. `on_removed(key)` is called
+        for blocks that `remove` has removed."""
         hooks = Hooks(on_evict=on_evict, may_evict=may_evict, is_below=is_below, now=now)
         self._open(
             geometry,
@@ -106,6 +108,7 @@ class BlockIndex:
                 ghosts.native if ghosts is not None else None,
             ),
             quota_of,
+            on_removed,
         )
 
     def _open(
@@ -114,13 +117,13 @@ class BlockIndex:
         hooks: Hooks,
         native: _cpu.BlockIndex,
         quota_of: Callable[[bytes], int | None] | None,
+        on_removed: Callable[[bytes], None] = lambda key: None,
     ) -> None:
         self.geometry = geometry
         self._quota_of = quota_of
         self._hooks = hooks
         self._native = native
-        self.on_removed: Callable[[bytes], None] | None = None
-        """Called with the key of a block that `remove` has removed; evictions have `on_evict`."""
+        self._on_removed = on_removed
         self._touched: list[Sequence[bytes]] = []  # prefixes not yet reported to the policies
         self._classes: dict[tuple[bytes, int], int] = {}  # (owner, slot bytes) -> class
         self._class_names: list[tuple[bytes, int]] = []  # class -> (owner, slot bytes)
@@ -367,8 +370,8 @@ class BlockIndex:
         replaced it meanwhile.
         """
         is_removed = self._native.remove(key, in_slot)
-        if is_removed and self.on_removed is not None:
-            self.on_removed(key)
+        if is_removed:
+            self._on_removed(key)
         return is_removed
 
     def clear(self) -> None:

@@ -195,8 +195,10 @@ class TransferLedger:
             return
         del self._puts[job_id]
         least = min(put.reports, key=lambda report: report.stored)
-        for tell in self.on_sent:
-            tell(put.slots[: least.stored])  # still pinned, so they hold what was sent
+        sent = put.slots[: least.stored]  # still pinned, so they hold what was sent
+        self._index.mark_sent(sent)
+        for notify in self.on_sent:
+            notify(sent)
         self._index.unpin(put.slots)
         self.pending_put_bytes -= len(put.slots) * put.block_bytes
         if self._was_overdue(job_id):
@@ -370,8 +372,8 @@ class TransferLedger:
         readable = self._index.commit_all(slots[:count])
         if any(readable) and self.on_committed:
             committed = list(compress(slots, readable))
-            for tell in self.on_committed:
-                tell(committed)
+            for notify in self.on_committed:
+                notify(committed)
         for slot in slots[count:]:
             self._index.abort(slot)
         return readable

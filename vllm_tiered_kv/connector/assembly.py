@@ -47,7 +47,7 @@ from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
 from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
 from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
 from vllm_tiered_kv.connector.scheduler.retention import Retention
-from vllm_tiered_kv.connector.scheduler.scheduler_half import SchedulerHalf
+from vllm_tiered_kv.connector.scheduler.scheduler_half import OptionalParts, SchedulerHalf
 from vllm_tiered_kv.connector.scheduler.step_load_policy import StepLoadPolicy
 from vllm_tiered_kv.connector.scheduler.store_planner import StorePlanner
 from vllm_tiered_kv.connector.scheduler.verification import Verification
@@ -137,19 +137,21 @@ def make_scheduler_half(
     events = None
     if kv_events.are_enabled(vllm_config) and config.mode is Mode.TIERED:
         slots = geometry.capacity_bytes // min(geometry.slot_bytes)
-        events = kv_events.TierEvents(kv_cache_config.num_blocks, max_sent_blocks=4 * slots)
+        events = kv_events.TierEvents(kv_cache_config.num_blocks, 4 * slots, bool(config.remote))
     ghosts = Ghosts(geometry.capacity_bytes, min(geometry.slot_bytes))
-    index = BlockIndex(
-        geometry,
-        config.eviction.value,
-        events.evicted if events is not None else None,
-        ghosts=ghosts,
-    )
+    if events is None:
+        index = BlockIndex(geometry, config.eviction.value, ghosts=ghosts)
+    else:
+        index = BlockIndex(
+            geometry,
+            config.eviction.value,
+            events.evicted,
+            ghosts=ghosts,
+            on_removed=events.removed,
+        )
     ledger = TransferLedger(index, recorder, engine.num_ranks, ghosts)
     if events is not None:
-        events.bind(index, bool(config.remote))
-        ledger.on_committed.append(events.committed)
-        ledger.on_sent.append(events.sent)
+        _subscribe(events, index, ledger)
     states, chunked = recurrent_groups(kv_cache_config), chunked_groups(kv_cache_config)
     groups = groups_of(block_sizes, block_bytes, windows, geometry, states, chunked)
     tier = CpuTier(groups, index, ledger, recorder)
@@ -199,29 +201,23 @@ def make_scheduler_half(
     early = None
     if early_loads.is_possible(vllm_config, engine.steps_zero_blocks):
         early = early_loads.EarlyLoads(partial(find_worker, vllm_config), recorder)
-    if remote is not None:
-        ledger.on_sent.append(index.mark_sent)
     prefetch = pin = None
     if remote is not None and lookups is not None:
         prefetch = Prefetch(tier, lookups, config.pin_share, into_cpu=remote.keep_copies)
         pin = lookups.pin
     retention = Retention(tier, config.pin_share, pin, prefetch)
-    return SchedulerHalf(
-        config,
-        engine,
-        key_maker,
-        tier,
-        loads,
-        stores,
-        remote,
-        verification,
-        early,
-        once,
-        retention,
-        prefetch,
-        events,
-        account_tracer(vllm_config),
+    optional = OptionalParts(
+        remote, verification, early, once, prefetch, events, account_tracer(vllm_config)
     )
+    return SchedulerHalf(config, engine, key_maker, tier, loads, stores, retention, optional)
+
+
+def _subscribe(events: kv_events.TierEvents, index: BlockIndex, ledger: TransferLedger) -> None:
+    def keys_in(slots: Sequence[int]) -> list[BlockKey]:
+        return [BlockKey(key) for key, _ in index.blocks_in(slots)]
+
+    ledger.on_committed.append(lambda slots: events.committed(keys_in(slots)))
+    ledger.on_sent.append(lambda slots: events.sent(keys_in(slots)))
 
 
 def _compute_once(

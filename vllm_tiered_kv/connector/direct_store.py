@@ -83,7 +83,7 @@ class DirectStore:
         self._store: BackingStore | None = None
         self._opening = threading.Lock()
         self._open_not_before = 0.0
-        self._told = ""  # why it could not be opened
+        self._logged_reason = ""  # why it could not be opened
         self._regions: list[HostRegion] = []
         self._lock = threading.Lock()
         self._late: set[Future[Any]] = set()
@@ -213,8 +213,8 @@ class DirectStore:
             self._open_not_before = now + _OPEN_AGAIN_S
             self._count_failure()
             why = _without_key(error)
-            if why != self._told:
-                self._told = why
+            if why != self._logged_reason:
+                self._logged_reason = why
                 logger.warning("cannot use the store in `remote`: %s; continuing without it", why)
             return
         store.on_unanswered = self._count_failure

@@ -1,10 +1,10 @@
 """Extra steps for an engine that runs inside the caller's process.
 
 The engine of a server keeps stepping while `has_pending_push_work` is true. With
-`VLLM_ENABLE_V1_MULTIPROCESSING=0`, `LLM.generate` returns with the last output and nobody steps the
-engine any more. Puts to a daemon would then wait for the next prompt, or be lost when the process
-exits. So they are completed before the last output is returned. The CPU tier needs no such steps: a
-later lookup waits for stores in flight (`load_planner`).
+`VLLM_ENABLE_V1_MULTIPROCESSING=0`, `LLM.generate` returns with the last output and nothing steps
+the engine any more. Puts to a daemon would then wait for the next prompt, or be lost when the
+process exits. So they are completed before the last output is returned. The CPU tier needs no such
+steps: a later lookup waits for stores in flight (`load_planner`).
 """
 
 from __future__ import annotations

@@ -162,4 +162,3 @@ SSD_WRITE_SECONDS = _histogram(
     "ssd_write_seconds", "Writing the blocks of a batch to the SSD, in parallel, without a sync."
 )
 ALL = tuple(one for one in tuple(vars().values()) if isinstance(one, Metric))
-HISTOGRAMS = tuple(one for one in ALL if one.kind is Kind.HISTOGRAM)

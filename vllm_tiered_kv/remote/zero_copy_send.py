@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 
 from vllm_tiered_kv.native.cpu import send_frames
-from vllm_tiered_kv.native.zmq_sender import zmq_function
+from vllm_tiered_kv.native.zmq_messages import zmq_function
 
 
 class ZeroCopySend:

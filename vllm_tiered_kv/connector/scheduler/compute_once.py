@@ -1,4 +1,4 @@
-"""Compute once: of the requests that share a prefix nobody has, one computes it.
+"""Compute once: of the requests that share an uncached prefix, one computes it.
 
 The first of them that vLLM admits is the *leader*. A *follower* asks vLLM's scheduler for its
 prefix hit and finds less than what a leader is about to compute: it waits until the leader's blocks
@@ -11,15 +11,14 @@ the step that fills them. It does not where a prompt takes only a part of each s
 beside the steps: all of them then compute what follows it.
 
 A wait ends when the shared prefix is there, or when its leader is *lost*: it has ended, was
-preempted or failed; it got no tokens in many steps; or it took longer than its prefill should. A
-lost leader is nobody's leader any more. The first follower that vLLM asks then computes, which
-makes it the leader of the others. A request follows a limited number of leaders, and none that
-would make it wait for much more than it saves.
+preempted or failed; it got no tokens in many steps; or it took longer than its prefill should. The
+first of its followers that vLLM asks then computes and becomes the leader of the others. A request
+follows a limited number of leaders, and none that would make it wait for much more than it saves.
 
-With daemons, engines wait for each other in the same way. Who is about to compute a long prefix
-*claims* its blocks at their daemon and extends the claim while it makes progress. Who finds blocks
-claimed by another engine looks again, until the daemon has them, the claim ends or its own deadline
-has passed. The daemon gives a claim that ends to one of those who ask.
+With daemons, engines wait for each other in the same way. An engine that is about to compute a long
+prefix *claims* its blocks at their daemon and extends the claim while it makes progress. An engine
+that finds blocks claimed by another looks again, until the daemon has them, the claim ends or its
+own deadline has passed. The daemon gives a claim that ends to one of the engines that ask.
 
 This module reads no vLLM: the scheduler half passes keys and lengths.
 """
@@ -161,7 +160,7 @@ class ComputeOnce:
             found = self._leader_of(keys, had, limit)  # the next one
         if self._claims is None or not sends_blocks or request_id in self._not_asking:
             return Verdict.GO
-        return self._ask_others(self._claims, request_id, keys, had, limit)
+        return self._query_engines(self._claims, request_id, keys, had, limit)
 
     def admitted(
         self, request_id: str, keys: Sequence[BlockKey], had: int, is_loading: bool
@@ -292,7 +291,7 @@ class ComputeOnce:
 
     # ---- other engines --------------------------------------------------------------------------
 
-    def _ask_others(
+    def _query_engines(
         self, claims: Claims, request_id: str, keys: Sequence[BlockKey], had: int, limit: int
     ) -> Verdict:
         """Claims what the request is about to compute, or lets it wait for another engine's claim.

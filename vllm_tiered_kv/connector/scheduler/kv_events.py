@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.core.key import BlockKey
 
@@ -65,7 +64,7 @@ class TierEvents:
     index of the CPU tier report to it, in the scheduler's thread; the connector takes the events.
     """
 
-    def __init__(self, max_gpu_blocks: int, max_sent_blocks: int) -> None:
+    def __init__(self, max_gpu_blocks: int, max_sent_blocks: int, has_daemons: bool) -> None:
         """`max_gpu_blocks`: planned stores that are remembered. `max_sent_blocks`: announced blocks
         of daemons; beyond these the oldest ones are announced as removed."""
         from vllm.distributed.kv_events import BlockRemoved
@@ -76,8 +75,7 @@ class TierEvents:
         self._max_sent = max_sent_blocks
         self._hash_size = 0
         self._specs: Sequence[tuple[str, int | None]] = ()
-        self._index: BlockIndex | None = None
-        self._has_daemons = False
+        self._has_daemons = has_daemons
         self._planned: OrderedDict[BlockKey, _Origin] = OrderedDict()
         self._in_cpu: dict[BlockKey, _Origin | Announced] = {}
         """With daemons, the origin is kept until the block was sent."""
@@ -86,11 +84,6 @@ class TierEvents:
         # other tokens after the block.
         self._copies: dict[tuple[str, Announced], int] = {}
         self._events: list[KVCacheEvent] = []
-
-    def bind(self, index: BlockIndex, has_daemons: bool) -> None:
-        self._index = index
-        self._has_daemons = has_daemons
-        index.on_removed = self.removed
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._hash_size = manager.block_pool.hash_block_size
@@ -131,12 +124,10 @@ class TierEvents:
         while len(self._planned) > self._max_planned:
             self._planned.popitem(last=False)
 
-    def committed(self, slots: Sequence[int]) -> None:
+    def committed(self, keys: Iterable[BlockKey]) -> None:
         """All ranks hold these blocks in the CPU tier."""
-        assert self._index is not None, "the events have no index"
         origins = []
-        for name, _ in self._index.blocks_in(slots):
-            key = BlockKey(name)
+        for key in keys:
             origin = self._planned.pop(key, None)
             if origin is None:
                 continue  # the tail of a prompt, which has no hash
@@ -145,12 +136,10 @@ class TierEvents:
                 origins.append(origin)
         self._stored(origins, _CPU)
 
-    def sent(self, slots: Sequence[int]) -> None:
+    def sent(self, keys: Iterable[BlockKey]) -> None:
         """A daemon holds these blocks of all ranks."""
-        assert self._index is not None, "the events have no index"
         origins = []
-        for name, _ in self._index.blocks_in(slots):
-            key = BlockKey(name)
+        for key in keys:
             origin = self._in_cpu.get(key)
             if origin is None or not isinstance(origin[0], _Span):
                 continue

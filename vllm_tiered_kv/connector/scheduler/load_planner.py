@@ -337,8 +337,8 @@ class LoadPlanner:
             self._split(state, group, match.computed, covered, blocks) for group in self._groups
         ]
         remote_tokens = self._count(match, tokens, loads)
-        asks_daemons = self._daemons_for(state) is not None
-        self._misses.admitted(state, match, tokens, remote_tokens, asks_daemons)
+        may_query_daemons = self._daemons_for(state) is not None
+        self._misses.admitted(state, match, tokens, remote_tokens, may_query_daemons)
         state.load.from_disk = _from_disk(match, tokens)
         if match.choice is not None:
             is_timed = not match.is_step_load

@@ -58,10 +58,10 @@ class MissCauses:
         self._is_computing = is_computing or (lambda request_id, keys, position: False)
 
     def admitted(
-        self, state: RequestState, match: Match, loaded: int, remote: int, asks_daemons: bool
+        self, state: RequestState, match: Match, loaded: int, remote: int, may_query_daemons: bool
     ) -> None:
         """vLLM has admitted a request with `loaded` tokens from the tiers, `remote` of them from
-        daemons. `asks_daemons`: False if daemons may not be asked for this request now."""
+        daemons. `may_query_daemons`: False if daemons may not be asked for this request now."""
         request = state.request
         reached = match.computed + loaded
         held = reached
@@ -69,7 +69,7 @@ class MissCauses:
             held = max(reached, min(match.computed + match.choice.held, match.limit))
         missed = [
             Miss(self._why_not_loaded(match, loaded), held - reached),
-            *self._missing(state, match.computed, held, match.limit - held, asks_daemons),
+            *self._missing(state, match.computed, held, match.limit - held, may_query_daemons),
             Miss(MissCause.CONTROL, match.reachable - max(held, match.limit)),
             Miss(MissCause.PARTIAL_BLOCK, request.num_tokens - max(held, match.reachable)),
         ]
@@ -105,7 +105,7 @@ class MissCauses:
         return MissCause.LOAD_FAILED  # vLLM still reserves blocks for a failed load
 
     def _missing(
-        self, state: RequestState, computed: int, held: int, tokens: int, asks_daemons: bool
+        self, state: RequestState, computed: int, held: int, tokens: int, may_query_daemons: bool
     ) -> list[Miss]:
         """Why no tier offers the tokens after the first `held` ones, of which the GPU has the first
         `computed`."""
@@ -119,9 +119,11 @@ class MissCauses:
             return [Miss(MissCause.CONTROL, tokens)]
         unusable = self._end_of_tokens(state, held, held + tokens) - held
         if unusable > 0:
-            rest = self._cause(state, computed, held + unusable, tokens - unusable, asks_daemons)
+            rest = self._cause(
+                state, computed, held + unusable, tokens - unusable, may_query_daemons
+            )
             return [Miss(MissCause.INCOMPLETE, unusable), *rest]
-        return self._cause(state, computed, held, tokens, asks_daemons)
+        return self._cause(state, computed, held, tokens, may_query_daemons)
 
     def _end_of_tokens(self, state: RequestState, held: int, limit: int) -> int:
         """With windows or recurrent states: the end of the tokens whose blocks with full attention
@@ -140,7 +142,7 @@ class MissCauses:
         )
 
     def _cause(
-        self, state: RequestState, computed: int, held: int, tokens: int, asks_daemons: bool
+        self, state: RequestState, computed: int, held: int, tokens: int, may_query_daemons: bool
     ) -> list[Miss]:
         """Why a block is missing after the first `held` tokens, for these tokens."""
         if tokens <= 0:
@@ -158,7 +160,7 @@ class MissCauses:
         ):
             return [Miss(MissCause.PENDING, tokens)]
         if self._has_daemons:
-            cause = self._why_daemons_say_nothing(state, asks_daemons)
+            cause = self._why_not_looked_up(state, may_query_daemons)
             if cause is not None:
                 return [Miss(cause, tokens, Tier.REMOTE)]
         ghost = self._ghosts.find(keys[position])
@@ -200,7 +202,7 @@ class MissCauses:
                     return group, position
         return None
 
-    def _why_daemons_say_nothing(self, state: RequestState, asks_daemons: bool) -> MissCause | None:
+    def _why_not_looked_up(self, state: RequestState, may_query_daemons: bool) -> MissCause | None:
         """Why it is unknown whether daemons hold a block; None if they were asked and do not."""
         if not self._may_load:
             return MissCause.POLICY
@@ -208,7 +210,7 @@ class MissCauses:
             return MissCause.CONTROL
         if state.remote.has_failed:
             return MissCause.LOAD_FAILED
-        if not asks_daemons:
+        if not may_query_daemons:
             return MissCause.UNAVAILABLE
         return _why_unanswered(state.remote.lookup)
 

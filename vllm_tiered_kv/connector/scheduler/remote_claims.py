@@ -48,11 +48,11 @@ class RemoteClaims:
         self, future: Future[ClaimResult], keys: list[BlockKey], first: int, ttl_s: float
     ) -> None:
         try:
-            future.set_result(self._ask(keys, first, ttl_s))
+            future.set_result(self._claim_at_daemons(keys, first, ttl_s))
         except Exception as error:  # whoever asks takes it for no answer
             future.set_exception(error)
 
-    def _ask(self, keys: list[BlockKey], first: int, ttl_s: float) -> ClaimResult:
+    def _claim_at_daemons(self, keys: list[BlockKey], first: int, ttl_s: float) -> ClaimResult:
         """Asks each daemon once for the blocks that are placed there. The one with the first block
         decides whether this engine computes; if it does, the others are told."""
         deadline = time.monotonic() + self.timeout_s

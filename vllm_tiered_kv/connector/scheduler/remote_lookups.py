@@ -40,8 +40,8 @@ from vllm_tiered_kv.remote.store import RemoteStore
 
 logger = logging.getLogger(__name__)
 
-_MAX_KEYS_PER_QUESTION = 16384
-_QUESTIONS_AT_ONCE = 8
+_MAX_KEYS_PER_QUERY = 16384
+_MAX_CONCURRENT_QUERIES = 8
 _MAX_STEP_WAIT_S = 0.002
 """Time that one step may wait in total for answers of daemons on this host."""
 _SPEEDS_RETRY_S = 1.0
@@ -157,29 +157,29 @@ def _split_leased(
         yield RemoteSpan(middle, positions.stop, address, by_tier=rest)
 
 
-def _questions(
+def _batch_queries(
     runs: Iterable[tuple[int, int, BlockServer]],
 ) -> tuple[list[tuple[BlockServer, list[range]]], list[tuple[int, int, range]]]:
-    """Collects the runs of each daemon into questions of limited length.
+    """Collects the runs of each daemon into queries of limited length.
 
-    Returns the questions, each a daemon and its positions, and for all parts in order the index of
+    Returns the queries, each a daemon and its positions, and for all parts in order the index of
     their question, of their first position within it, and their positions.
     """
-    questions: list[tuple[BlockServer, list[range]]] = []
+    queries: list[tuple[BlockServer, list[range]]] = []
     parts: list[tuple[int, int, range]] = []
     latest: dict[str, tuple[int, int]] = {}  # by address: a question and its length so far
     for start, stop, server in runs:
         address = str(server.address)
-        for begin in range(start, stop, _MAX_KEYS_PER_QUESTION):
-            part = range(begin, min(stop, begin + _MAX_KEYS_PER_QUESTION))
+        for begin in range(start, stop, _MAX_KEYS_PER_QUERY):
+            part = range(begin, min(stop, begin + _MAX_KEYS_PER_QUERY))
             number, length = latest.get(address, (-1, 0))
-            if number < 0 or length + len(part) > _MAX_KEYS_PER_QUESTION:
-                number, length = len(questions), 0
-                questions.append((server, []))
-            questions[number][1].append(part)
+            if number < 0 or length + len(part) > _MAX_KEYS_PER_QUERY:
+                number, length = len(queries), 0
+                queries.append((server, []))
+            queries[number][1].append(part)
             parts.append((number, length, part))
             latest[address] = number, length + len(part)
-    return questions, parts
+    return queries, parts
 
 
 def _release(spans: Sequence[RemoteSpan]) -> None:
@@ -212,14 +212,16 @@ class RemoteLookups:
         self._recorder = recorder
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tiered-kv-lookup")
         # Threads start when a prompt is on several daemons.
-        self._askers = ThreadPoolExecutor(_QUESTIONS_AT_ONCE, thread_name_prefix="tiered-kv-ask")
+        self._query_threads = ThreadPoolExecutor(
+            _MAX_CONCURRENT_QUERIES, thread_name_prefix="tiered-kv-ask"
+        )
         self.answers: deque[tuple[int, int]] = deque(maxlen=64)
         """Blocks asked for and blocks found, of the last answers, dropped lookups included."""
         self._step_wait_left_s = 0.0
         self.read_speeds: dict[Tier, float] = {}
         """Bytes per second and rank at which daemons read their slower tiers, as they report it;
         the slowest daemon counts."""
-        self._speeds_asked: dict[str, float] = {}  # time by address; infinity once answered
+        self._speeds_requested: dict[str, float] = {}  # time by address; infinity once answered
         self._closing = False
         self._pin_threads = threading.Semaphore(_MAX_PIN_THREADS)
         self._local_daemons: dict[str, LocalDaemon] = {}
@@ -349,8 +351,8 @@ class RemoteLookups:
         try:
             for keys, first in parts:
                 for start, stop, server in placed_runs(self._cluster, keys, first):
-                    for begin in range(start, stop, _MAX_KEYS_PER_QUESTION):
-                        part = keys[begin : min(stop, begin + _MAX_KEYS_PER_QUESTION)]
+                    for begin in range(start, stop, _MAX_KEYS_PER_QUERY):
+                        part = keys[begin : min(stop, begin + _MAX_KEYS_PER_QUERY)]
                         server.match_all(part, self._ranks, hold_ms)
         finally:
             self._pin_threads.release()
@@ -359,7 +361,7 @@ class RemoteLookups:
         """Releases all leases; no load may be in flight."""
         self._closing = True
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._askers.shutdown(wait=True)
+        self._query_threads.shutdown(wait=True)
         for local_daemon in self._local_daemons.values():
             local_daemon.close()
 
@@ -382,9 +384,9 @@ class RemoteLookups:
         windows: WindowSearch | None,
     ) -> None:
         if future.set_running_or_notify_cancel():
-            future.set_result(self._ask(keys, firsts, lengths, deadline, windows))
+            future.set_result(self._query(keys, firsts, lengths, deadline, windows))
 
-    def _ask(
+    def _query(
         self,
         keys: list[list[BlockKey]],
         firsts: Sequence[int],
@@ -397,11 +399,11 @@ class RemoteLookups:
             for group, (group_keys, first, nbytes) in enumerate(
                 zip(keys, firsts, lengths, strict=True)
             ):
-                for span in self._ask_group(group_keys, first, nbytes, deadline):
+                for span in self._query_group(group_keys, first, nbytes, deadline):
                     found[group].append(span)
             asked = sum(len(group) - first for group, first in zip(keys, firsts, strict=True))
             if windows is not None:
-                asked += self._ask_windows(windows, keys, firsts, lengths, deadline, found)
+                asked += self._query_windows(windows, keys, firsts, lengths, deadline, found)
             self.answers.append((asked, sum(s.stop - s.start for group in found for s in group)))
             return RemoteAnswer(
                 tuple(map(tuple, found)),
@@ -414,7 +416,7 @@ class RemoteLookups:
                 _release(spans)
             return RemoteAnswer(((),) * len(keys))
 
-    def _ask_windows(
+    def _query_windows(
         self,
         windows: WindowSearch,
         keys: list[list[BlockKey]],
@@ -426,26 +428,26 @@ class RemoteLookups:
         """Adds what daemons hold of the windows at the end of the hit to `found`. Returns how many
         blocks the longest hit needs."""
 
-        def ask_at(end: int) -> bool:
+        def query_at(end: int) -> bool:
             wanted = {group.group_id: windows.wanted(group, end) for group in windows.windowed}
             for group in wanted:
                 _release(found[group])  # leases are shared between groups
                 found[group] = []
-            return self._ask_together(wanted, keys, lengths, deadline, found)
+            return self._query_together(wanted, keys, lengths, deadline, found)
 
         end = windows.reach(firsts, found)
         asked = sum(len(windows.wanted(group, end)) for group in windows.windowed)
-        if end > windows.computed and not ask_at(end):
+        if end > windows.computed and not query_at(end):
             present = {
                 group.group_id: self._present(
                     keys[group.group_id][: end // group.block_size], deadline
                 )
                 for group in windows.windowed
             }
-            ask_at(windows.longest(end, present))
+            query_at(windows.longest(end, present))
         return asked
 
-    def _ask_together(
+    def _query_together(
         self,
         wanted: Mapping[int, range],
         keys: list[list[BlockKey]],
@@ -500,17 +502,17 @@ class RemoteLookups:
                 present[position] = is_present
         return present
 
-    def _ask_group(
+    def _query_group(
         self, keys: list[BlockKey], first: int, nbytes: int, deadline: float
     ) -> Iterator[RemoteSpan]:
         """Yields what daemons hold without a gap. A daemon is asked when its first run is reached,
         for all its runs at once."""
         answers: dict[int, tuple[int, LookupLease | None, Mapping[Tier, int]]] = {}
-        questions, parts = _questions(placed_runs(self._cluster, keys, first))
+        queries, parts = _batch_queries(placed_runs(self._cluster, keys, first))
 
-        def ask(number: int) -> tuple[int, LookupLease | None, Mapping[Tier, int]]:
-            server, of_question = questions[number]
-            some = [key for each in of_question for key in keys[each.start : each.stop]]
+        def query(number: int) -> tuple[int, LookupLease | None, Mapping[Tier, int]]:
+            server, runs = queries[number]
+            some = [key for each in runs for key in keys[each.start : each.stop]]
             return self._match(server, some, nbytes, deadline)
 
         for number, column, part in parts:
@@ -518,15 +520,17 @@ class RemoteLookups:
                 # The first alone, because it is all that an unknown prompt costs. The others a few
                 # at a time, because a long prompt is on many daemons. Those on this host answer at
                 # once, and their leases must not be lost behind a gap.
-                ahead = range(number, min(number + _QUESTIONS_AT_ONCE, len(questions)))
-                together = [n for n in ahead if not is_local(questions[n][0])]
+                ahead = range(number, min(number + _MAX_CONCURRENT_QUERIES, len(queries)))
+                together = [n for n in ahead if not is_local(queries[n][0])]
                 if number == 0 or number not in together or len(together) == 1:
-                    answers[number] = ask(number)
+                    answers[number] = query(number)
                 else:
-                    answers.update(zip(together, self._askers.map(ask, together), strict=True))
+                    answers.update(
+                        zip(together, self._query_threads.map(query, together), strict=True)
+                    )
             count, lease, by_tier = answers[number]
             held = range(part.start, min(part.stop, part.start + max(0, count - column)))
-            address = str(questions[number][0].address)
+            address = str(queries[number][0].address)
             yield from _split_leased(held, column, address, lease, by_tier)
             if len(held) < len(part):
                 return
@@ -538,26 +542,26 @@ class RemoteLookups:
             found = self._local_daemon(server).lookup(keys, self._ranks, nbytes, deadline)
             if found is None:
                 return 0, None, {}
-            self._learn_speeds(server, found.by_tier, deadline)
+            self._request_speeds(server, found.by_tier, deadline)
             return found.count, found.lease, found.by_tier
         # Blocks of a local daemon are leased later, in the load, and need no pin until then.
         pin_ms = 0 if is_local(server) else self._pin_ms
         match = server.match_all(keys, self._ranks, pin_ms, deadline)
         return (0, None, {}) if match is None else (match.count, None, match.by_tier)
 
-    def _learn_speeds(
+    def _request_speeds(
         self, server: RemoteStore, by_tier: Mapping[Tier, int], deadline: float
     ) -> None:
         """Asks a daemon on this host once how fast it reads its slower tiers. Over a network this
         would say little about loads."""
         address, now = str(server.address), time.monotonic()
         is_slow = any(by_tier.get(tier) for tier in (Tier.SSD, Tier.BACKING))
-        if not is_slow or now < self._speeds_asked.get(address, 0.0) + _SPEEDS_RETRY_S:
+        if not is_slow or now < self._speeds_requested.get(address, 0.0) + _SPEEDS_RETRY_S:
             return
-        self._speeds_asked[address] = now
+        self._speeds_requested[address] = now
         speeds = server.read_speeds(deadline)
         if speeds:
-            self._speeds_asked[address] = math.inf
+            self._speeds_requested[address] = math.inf
         for tier, rate in speeds.items():
             share = rate / len(self._ranks) * self._shards_per_rank  # ranks load at the same time
             self.read_speeds[tier] = min(share, self.read_speeds.get(tier, share))

@@ -90,11 +90,11 @@ class RemoteTier:
 
     def begin(self, state: RequestState, limit: int) -> None:
         """Starts the lookup of a request that has just arrived, ahead of need."""
-        self._ask(state, 0, limit)
+        self._look_up(state, 0, limit)
         if state.remote.lookup is not None:
             state.remote.lookup.renewable = True
 
-    def _ask(
+    def _look_up(
         self, state: RequestState, computed: int, limit: int, leave_out_held: bool = True
     ) -> None:
         """Starts a lookup if the CPU tier lacks blocks: of those, or of all after `computed`."""
@@ -145,7 +145,7 @@ class RemoteTier:
                 return True
         return False
 
-    def _ask_again(self, state: RequestState, computed: int, limit: int) -> None:
+    def _look_up_again(self, state: RequestState, computed: int, limit: int) -> None:
         """Repeats a lookup, because a request may wait in vLLM's queue for seconds after the first.
         The second repeat asks for all blocks, so that it depends on no other tier and is the
         last."""
@@ -153,9 +153,9 @@ class RemoteTier:
         repeats = state.remote.lookup.repeats + 1
         state.remote.drop_lookup()
         if repeats == 1:
-            self._ask(state, computed, limit)
+            self._look_up(state, computed, limit)
         else:
-            self._ask(state, 0, limit, leave_out_held=False)
+            self._look_up(state, 0, limit, leave_out_held=False)
         if state.remote.lookup is not None:
             state.remote.lookup.repeats = repeats
 
@@ -166,9 +166,9 @@ class RemoteTier:
         if state.remote.lookup is not None and state.remote.lookup.is_outdated:
             state.remote.drop_lookup()
         if self._has_lost_blocks(state, computed):
-            self._ask_again(state, computed, limit)
+            self._look_up_again(state, computed, limit)
         else:
-            self._ask(state, computed, limit)
+            self._look_up(state, computed, limit)
         if state.remote.lookup is None:
             return [range(0)] * len(self._groups)
         was_pending = state.remote.lookup.is_pending

@@ -19,6 +19,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_tiered_kv.cache.planner import representative_group
@@ -72,6 +73,20 @@ _REPORT_TIMEOUT_S = 60.0
 time out earlier."""
 
 
+@dataclass(frozen=True)
+class OptionalParts:
+    """The parts that the assembly builds only for engines that need them."""
+
+    remote: RemoteTier | None
+    verification: Verification | None
+    early_loads: EarlyLoads | None
+    once: ComputeOnce | None
+    prefetch: Prefetch | None
+    events: TierEvents | None
+    trace: Callable[[Request, Account], None] | None
+    """Called with the account of each finished request."""
+
+
 class SchedulerHalf:
     """Plans all loads and stores of an engine. The assembly builds it, and `TieredKVConnector`
     forwards vLLM's calls to it, all in the scheduler's thread."""
@@ -84,16 +99,9 @@ class SchedulerHalf:
         tier: CpuTier,
         loads: LoadPlanner,
         stores: StorePlanner,
-        remote: RemoteTier | None,
-        verification: Verification | None,
-        early_loads: EarlyLoads | None,
-        once: ComputeOnce | None,
         retention: Retention,
-        prefetch: Prefetch | None = None,
-        events: TierEvents | None = None,
-        trace: Callable[[Request, Account], None] | None = None,
+        optional: OptionalParts,
     ) -> None:
-        """`trace` is called with the account of each finished request."""
         self._config = config
         self._engine = engine
         self._key_maker = key_maker
@@ -106,14 +114,14 @@ class SchedulerHalf:
         self.loads = loads
         self.load_policy = loads.load_policy
         self.stores = stores
-        self.remote = remote
-        self.verification = verification
-        self.early_loads = early_loads
-        self.once = once
         self.retention = retention
-        self.prefetch = prefetch
-        self._events = events
-        self._trace = trace
+        self.remote = optional.remote
+        self.verification = optional.verification
+        self.early_loads = optional.early_loads
+        self.once = optional.once
+        self.prefetch = optional.prefetch
+        self._events = optional.events
+        self._trace = optional.trace
         self._controls = ControlReader(tier.recorder)
         self._store_on_finish = not engine.steps_zero_blocks
         self._requests: dict[str, RequestState] = {}
@@ -130,7 +138,7 @@ class SchedulerHalf:
         awaits_ranks = engine.is_inside_multi and config.mode is Mode.TIERED
         self._unreported_ranks = engine.num_ranks if awaits_ranks else 0
         self._must_query_ranks = awaits_ranks  # a step is needed to make them report
-        self._identity = remote.identity if remote is not None else None
+        self._identity = self.remote.identity if self.remote is not None else None
         self._next = TieredKVMetadata(identity=None if awaits_ranks else self._identity)
         self._unreported_s = 0.0  # idle time without a report while transfers are in flight
         self._last_asked = 0.0
@@ -633,12 +641,12 @@ class SchedulerHalf:
 
 def _response(state: RequestState) -> dict[str, Any] | None:
     """What the response of a finished request says about the cache."""
-    said: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if state.ignored_controls:
-        said[IGNORED] = state.ignored_controls
+        fields[IGNORED] = state.ignored_controls
     if state.control.explain and state.account is not None:
-        said[EXPLAIN] = state.account.as_json()
-    return {SECTION: said} if said else None
+        fields[EXPLAIN] = state.account.as_json()
+    return {SECTION: fields} if fields else None
 
 
 def watch_new_blocks(pool: BlockPool, on_allocated: Callable[[list[int]], None]) -> None:

@@ -25,7 +25,7 @@ import zmq
 from vllm_tiered_kv.errors import ErrorCode
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.native.zmq_sender import make_zmq_sender
+from vllm_tiered_kv.native.zmq_messages import make_zmq_sender
 from vllm_tiered_kv.server.net.connections import Connections
 from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
-from vllm_tiered_kv.native.zmq_receive import make_zmq_receiver
+from vllm_tiered_kv.native.zmq_messages import make_zmq_receiver
 from vllm_tiered_kv.wire.header import peek_request_id
 from vllm_tiered_kv.wire.limits import MAX_FRAMES, MAX_HEADER_BYTES
 
@@ -45,10 +45,10 @@ class Message:
     payload: list[zmq.Frame] = field(default_factory=list)
     fault: ProtocolError | None = None
 
-    def drop(self, what: str, most: int) -> None:
+    def drop(self, what: str, limit: int) -> None:
         self.fault = ProtocolError(
             ErrorCode.TOO_LARGE,
-            f"{what}; at most {most} are allowed",
+            f"{what}; at most {limit} are allowed",
             peek_request_id(self.header),
         )
 
@@ -91,10 +91,10 @@ class Receiver:
             yield message
         self._senders = len(senders)
 
-    def _receive_payload(self, message: Message, most: int) -> int:
-        """Receives the other frames of a message, at most `most`, and returns how many."""
+    def _receive_payload(self, message: Message, max_frames: int) -> int:
+        """Receives the other frames of a message, at most `max_frames`, and returns how many."""
         before = message.count
-        while message.has_more and message.count - before < most:
+        while message.has_more and message.count - before < max_frames:
             try:
                 frame = self._socket.recv(_NOBLOCK, copy=False)
             except zmq.Again:

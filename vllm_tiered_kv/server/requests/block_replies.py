@@ -56,35 +56,35 @@ class Transfers:
         if found is None:
             return False
         request_id, keys = found
-        most = len(keys) * session.largest_block
-        if most > self._max_at_once:
+        max_bytes = len(keys) * session.largest_block
+        if max_bytes > self._max_at_once:
             return False
-        if most > COPY_BYTES:
-            return self._answer_pinned(session, request_id, keys, most)
+        if max_bytes > COPY_BYTES:
+            return self._answer_pinned(session, request_id, keys, max_bytes)
         allowed = session.shape.block_bytes
-        send = partial(self.outbox.send_copies, session.peer, request_id, allowed, most)
+        send = partial(self.outbox.send_copies, session.peer, request_id, allowed, max_bytes)
         if not self.store.memory.visit(keys, send):
             return False
         self._hits += len(keys)
         return True
 
     def _answer_pinned(
-        self, session: Session, request_id: int, keys: Sequence[StoreKey], most: int
+        self, session: Session, request_id: int, keys: Sequence[StoreKey], max_bytes: int
     ) -> bool:
         outbox = self.outbox
-        if not outbox.claim(session.peer, most):
+        if not outbox.claim(session.peer, max_bytes):
             return False
         blocks = self.store.hold_all(keys)
         if blocks is None:
-            outbox.unclaim(session.peer, most)
+            outbox.unclaim(session.peer, max_bytes)
             return False
         reply = pack_get_reply(request_id, blocks, session.shape.block_bytes)
         if reply is None:
             self.store.memory.let_go(blocks)
-            outbox.unclaim(session.peer, most)
+            outbox.unclaim(session.peer, max_bytes)
             return False
         header, nbytes = reply
-        outbox.unclaim(session.peer, most - nbytes)
+        outbox.unclaim(session.peer, max_bytes - nbytes)
         outbox.send(session.peer, header, blocks)
         self._hits += len(blocks)
         return True

@@ -36,8 +36,7 @@ class BackingTier:
         """`recorder` counts calls that the store could not make."""
         self.name = redacted(options.url)
         self.on_lost: OnLost = lambda keys: None
-        self.memory: HostRegion | None = None
-        """Set before `open`: the memory in which most blocks lie that are read and written."""
+        self._memory: HostRegion | None = None
         self._options = options
         self._recorder = recorder
         self._opened: BackingStore | None = None
@@ -53,6 +52,10 @@ class BackingTier:
         """Whether the store is not open yet, or knows that it cannot be reached."""
         return self._opened is None or self._opened.is_absent
 
+    def use_memory(self, memory: HostRegion) -> None:
+        """Names, before `open`, the memory in which most blocks lie that are read and written."""
+        self._memory = memory
+
     def open(self) -> None:
         """Opens the store once; raises what opening raises. Idempotent."""
         with self._opening:
@@ -60,8 +63,8 @@ class BackingTier:
                 store = open_store(self._options)
                 store.on_lost = lambda keys: self.on_lost(keys)
                 store.on_unanswered = self._count_unanswered
-                if self.memory is not None:
-                    store.use_memory(self.memory)
+                if self._memory is not None:
+                    store.use_memory(self._memory)
                 self._opened = store
                 if self._closed.is_set():  # closed while it was being opened
                     store.close()

@@ -18,7 +18,7 @@ from vllm_tiered_kv.options import format_size, redacted
 from vllm_tiered_kv.server.options import ServerOptions, quota_of
 from vllm_tiered_kv.server.tiers.backing import BackingTier
 from vllm_tiered_kv.server.tiers.store_executor import StoreExecutor, StoreHungError
-from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
+from vllm_tiered_kv.server.tiers.tiered_store import TieredStore, TierSettings
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 logger = logging.getLogger(__name__)
@@ -40,13 +40,15 @@ def open_tiers(
             ssd,
             backing,
             recorder,
-            options.eviction.value,
-            options.huge_pages,
-            options.workers,
-            options.write_queue or None,
-            options.prefault,
-            float(options.backing_timeout),
-            partial(quota_of, options.memory_quota),
+            TierSettings(
+                eviction=options.eviction.value,
+                huge_pages=options.huge_pages,
+                prefault=options.prefault,
+                workers=options.workers,
+                write_queue_bytes=options.write_queue or None,
+                backing_timeout_s=float(options.backing_timeout),
+                quota_of=partial(quota_of, options.memory_quota),
+            ),
             on_deleted,
         )
     except BaseException:
@@ -55,7 +57,7 @@ def open_tiers(
         raise
     try:
         if backing is not None and store.backing_executor is not None:
-            backing.memory = store.memory.arena.region
+            backing.use_memory(store.memory.arena.region)
             _open_backing(options, backing, store.backing_executor)
     except BaseException:
         store.close()
@@ -107,13 +109,13 @@ def _logging_progress(what: str) -> Iterator[None]:
     """Logs regularly while the body runs: a disk may be slow, or hang."""
     has_ended = threading.Event()
 
-    def tell() -> None:
+    def log_progress() -> None:
         begin = time.monotonic()
         while not has_ended.wait(_PROGRESS_INTERVAL_S):
             waited_s = time.monotonic() - begin
             logger.warning("%s after %.0f s; the daemon waits for it to start", what, waited_s)
 
-    threading.Thread(target=tell, name="tiered-kv-opening-ssd", daemon=True).start()
+    threading.Thread(target=log_progress, name="tiered-kv-opening-ssd", daemon=True).start()
     try:
         yield
     finally:

@@ -15,6 +15,7 @@ import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
 
 from vllm_tiered_kv.core.store import (
@@ -48,6 +49,24 @@ _MAX_LOOP_BLOCKS = 64  # larger requests are finished in the pool, not on the lo
 _MEMORY, _SSD, _BACKING = Tier.MEMORY.value, Tier.SSD.value, Tier.BACKING.value
 
 
+@dataclass(frozen=True)
+class TierSettings:
+    """What the daemon's options say about its tiers, the stores aside."""
+
+    eviction: str = "lru"
+    huge_pages: bool = False
+    prefault: bool = False
+    workers: int = 16  # threads that finish calls
+    write_queue_bytes: int | None = None  # of each slower tier; None: a part of the memory
+    backing_timeout_s: float = 2.0
+    """How long a request waits for an answer or a block of the backing store. Writes to it may take
+    ten times as long."""
+    quota_of: QuotaOf = no_quota
+
+
+_DEFAULTS = TierSettings()
+
+
 class TieredStore:
     """The daemon's store over all tiers. Request handlers call it on the reactor's thread."""
 
@@ -57,29 +76,22 @@ class TieredStore:
         ssd: SsdStore | None,
         backing: LowerStore | None,
         recorder: Recorder,
-        eviction: str = "lru",
-        huge_pages: bool = False,
-        workers: int = 16,
-        write_queue_bytes: int | None = None,
-        prefault: bool = False,
-        backing_timeout_s: float = 2.0,
-        quota_of: QuotaOf = no_quota,
+        settings: TierSettings = _DEFAULTS,
         on_deleted: Callable[[Sequence[StoreKey]], None] = lambda keys: None,
     ) -> None:
-        """`backing_timeout_s` limits how long a request waits for an answer or a block of the
-        backing store; writes to it may take ten times as long. `on_deleted` is called from any
-        thread with keys of which memory has just deleted some."""
+        """`on_deleted` is called from any thread with keys of which memory has just deleted
+        some."""
         self._recorder = recorder
         self.memory = MemoryStore(
             memory_bytes,
-            eviction,
-            huge_pages,
+            settings.eviction,
+            settings.huge_pages,
             lambda key: self._demotion.may_leave_memory(StoreKey(key)),
             lambda key, nbytes: self._demotion.left_memory(StoreKey(key)),
             None if ssd is None else lambda key: ssd.contains([StoreKey(key)])[0],
-            quota_of,
+            settings.quota_of,
         )
-        self._prefaulter = Prefaulter(self.memory.arena.region) if prefault else None
+        self._prefaulter = Prefaulter(self.memory.arena.region) if settings.prefault else None
         self.ssd = ssd
         self.backing = backing
         self._slower: list[tuple[str, LowerStore]] = []
@@ -89,23 +101,23 @@ class TieredStore:
             self._slower.append((_BACKING, backing))
         # Queued blocks are pinned, so the queues must leave room for new blocks; see
         # `ClientLimits`.
-        queue_bytes = write_queue_bytes or memory_bytes // 4 // max(1, len(self._slower))
+        default = memory_bytes // 4 // max(1, len(self._slower))
         self._demotion = Demotion(
             self.memory,
             self._slower,
             backing,
             recorder,
-            queue_bytes,
-            _WRITE_TIMEOUT_FACTOR * backing_timeout_s,
+            settings.write_queue_bytes or default,
+            _WRITE_TIMEOUT_FACTOR * settings.backing_timeout_s,
         )
-        self._pool = StoreExecutor("io", workers)
+        self._pool = StoreExecutor("io", settings.workers)
         self._flusher = StoreExecutor("flush", 1)  # of its own: what it does may take long
         if ssd is not None:
             self._pool.submit(ssd.measure_reads)  # engines ask for the speed before any read
         self.backing_executor = (
             None
             if backing is None
-            else StoreExecutor(_BACKING, BACKING_THREADS, backing_timeout_s, recorder)
+            else StoreExecutor(_BACKING, BACKING_THREADS, settings.backing_timeout_s, recorder)
         )
         self._promotion = Promotion(
             self.memory, self._slower, ssd, backing, recorder, self._pool, self.backing_executor

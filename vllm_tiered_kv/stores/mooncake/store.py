@@ -91,7 +91,7 @@ class MooncakeStore(NetworkStore):
         return here
 
     def _present(self, keys: Sequence[StoreKey]) -> list[bool | None]:
-        """Whether each key is present; None if nobody knows."""
+        """Whether each key is present; None if the store does not say."""
         names = [self._name(key) for key in keys]
         codes = self._call(lambda library: library.batch_is_exist(names))
         if codes is None:
@@ -114,7 +114,7 @@ class MooncakeStore(NetworkStore):
     def _read_headers(self, keys: Sequence[StoreKey]) -> list[BlockHeader | None]:
         """The headers of at most `_BATCH` blocks. Deletes damage."""
         headers: list[BlockHeader | None] = [None] * len(keys)
-        with self._pages.lend() as page:
+        with self._pages.take() as page:
             parts = [[self._name(key)] for key in keys]
             here, size = [[[0]]] * len(keys), [[[HEADER_BYTES]]] * len(keys)
             where = [page.address + n * HEADER_BYTES for n in range(len(keys))]
@@ -192,7 +192,7 @@ class MooncakeStore(NetworkStore):
         self, keys: Sequence[StoreKey], into: Sequence[memoryview]
     ) -> tuple[list[int] | None, list[BlockHeader | None]]:
         """The library's codes, and the header of each block that was sent in full length."""
-        with self._pages.lend() as page:
+        with self._pages.take() as page:
             names = [self._name(key) for key in keys]
             parts = [page.parts(n, buffer) for n, buffer in enumerate(into)]
             where = [[address for address, _ in part] for part in parts]
@@ -277,7 +277,7 @@ class MooncakeStore(NetworkStore):
     def _write(
         self, headers: Sequence[BlockHeader], payloads: Sequence[memoryview]
     ) -> list[PutResult]:
-        with self._pages.lend() as page:
+        with self._pages.take() as page:
             names = [self._name(header.key) for header in headers]
             parts = [page.parts(n, payload) for n, payload in enumerate(payloads)]
             for n, header in enumerate(headers):
@@ -409,14 +409,14 @@ class _HeaderPage:
 
 
 class _HeaderPages:
-    """Lends pages to calls; a page is lent again when its call has ended."""
+    """Pages for the headers of calls; a page is free again when its call has ended."""
 
     def __init__(self, register: Callable[[HostRegion], None]) -> None:
         self._register = register
         self._free: list[_HeaderPage] = []
 
     @contextmanager
-    def lend(self) -> Iterator[_HeaderPage]:
+    def take(self) -> Iterator[_HeaderPage]:
         try:
             page = self._free.pop()
         except IndexError:
