@@ -15,6 +15,8 @@ from pathlib import Path
 from tests.patience import eventually
 
 ROOT = Path(__file__).parents[2]
+_AS_IN_A_TERMINAL = ("env", "--default-signal=HUP,INT,QUIT")
+"""A shell ignores these signals in what it starts in the background, as the tests may be."""
 
 
 def free_port() -> int:
@@ -30,7 +32,7 @@ class Up:
     def __init__(self, file: Path) -> None:
         self.lines: list[str] = []
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_tiered_kv.api.cli", "up", str(file)],
+            [*_AS_IN_A_TERMINAL, sys.executable, "-m", "vllm_tiered_kv.api.cli", "up", str(file)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
