@@ -160,7 +160,8 @@ ROWS = (
             "tests/engine/test_windows.py::test_random_clients",
             "tests/gpu/test_latent_windows_gpu.py::test_a_tier_hit_is_a_device_hit",
         ),
-        "its kernels need a GPU or a CPU with AMX, so a whole engine is tested on a GPU",
+        "its kernels need a GPU or a CPU with AMX, so a whole engine is tested on a GPU; there "
+        "substitutes in PyTorch and Triton stood in for its TileLang and CuTe DSL kernels",
     ),
     Row(
         "Sliding windows that vLLM recomputes after each hit (DeepSeek-V4.1)",
@@ -381,6 +382,7 @@ _RECURRENT = (
     "a tiny Qwen3-Next",
     "tests/engine/test_recurrent_engine.py::test_each_prompt_is_found_as_by_vllm_itself",
 )
+_RECURRENT_GPU = "tests/gpu/test_recurrent_gpu.py::test_a_tier_hit_is_a_device_hit"
 
 NAMED = (
     NamedModel("Qwen3-8B", _published("qwen3", 36, 8, 128), *_FULL),
@@ -486,6 +488,8 @@ NAMED = (
             mamba_d_state=128,
             mamba_d_conv=4,
         ),
+        "a tiny Granite-4",
+        _RECURRENT_GPU,
     ),
     NamedModel(
         "Jamba-1.5-Mini",
@@ -501,6 +505,8 @@ NAMED = (
             mamba_d_conv=4,
             mamba_expand=2,
         ),
+        "a tiny Jamba",
+        _RECURRENT_GPU,
     ),
     NamedModel(
         "Nemotron-H-56B",
@@ -516,6 +522,8 @@ NAMED = (
             ssm_state_size=256,
             conv_kernel=4,
         ),
+        "a tiny Nemotron-H",
+        _RECURRENT_GPU,
     ),
     NamedModel(
         "Nemotron-3-Nano-30B-A3B",
@@ -531,6 +539,8 @@ NAMED = (
             ssm_state_size=128,
             conv_kernel=4,
         ),
+        "a tiny Nemotron-H",
+        _RECURRENT_GPU,
     ),
 )
 

@@ -375,8 +375,8 @@ _COMPUTE_ONCE = """\
 Cold prompts at once, with `compute_once` off and on in turn: identical ones at one engine, an equal
 part of them at each of several engines with one daemon, and prompts that share nothing, which shows
 what the option costs. *Computed*: how many whole prompts the computed tokens would make; each
-request computes its last tokens itself. Goal P15: the work of one prompt, and at least 0.995 of the
-throughput where nothing is shared.
+request computes its last tokens itself. *Throughput*: on over off, the median of the rounds. Goal
+P15: the work of one prompt, and at least 0.995 of the throughput where nothing is shared.
 """
 _COMPUTE_ONCE_CASES = {
     "one_engine": "identical, one engine",
@@ -403,9 +403,11 @@ def _compute_once(result: Result) -> str:
         off, on = row["off"], row["on"]
         cells = [number(some["computed_prompts"], 2) for some in (off, on)]
         cells += [_range(some["seconds"], 2) for some in (off, on)]
+        cells.append(number(row["speedup"], 4))
         cells.append(str(min(some["seconds"]["n"] for some in (off, on))))
+        cells.append("yes" if row["reached"] else "**no**")
         rows.append([title.format(data["engines"]), *cells])
-    head = ["prompts", "computed, off", "on", "seconds, off", "on", "rounds"]
+    head = ["prompts", "computed, off", "on", "seconds, off", "on", "throughput", "rounds", "reached"]
     size = f"{data['prompts']} prompts of {data['prompt_tokens']:,} tokens; medians with the range."
     return f"{measured_on(result)}\n{size}\n\n{table(head, rows)}"
 

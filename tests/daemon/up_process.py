@@ -15,8 +15,6 @@ from pathlib import Path
 from tests.patience import eventually
 
 ROOT = Path(__file__).parents[2]
-_AS_IN_A_TERMINAL = ("env", "--default-signal=HUP,INT,QUIT")
-"""A shell ignores these signals in what it starts in the background, as the tests may be."""
 
 
 def free_port() -> int:
@@ -31,8 +29,11 @@ class Up:
 
     def __init__(self, file: Path) -> None:
         self.lines: list[str] = []
+        # It ignores signals that were ignored when it was started, as SIGINT and SIGQUIT are in
+        # background jobs of a script; how the tests were started must not decide here.
+        command = ["env", "--default-signal=INT,QUIT", sys.executable, "-m", "vllm_tiered_kv.api.cli"]
         self._process = subprocess.Popen(
-            [*_AS_IN_A_TERMINAL, sys.executable, "-m", "vllm_tiered_kv.api.cli", "up", str(file)],
+            [*command, "up", str(file)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

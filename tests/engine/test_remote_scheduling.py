@@ -7,6 +7,7 @@ happens to it, every request ends with the right tokens and nothing stays pinned
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import threading
 import time
@@ -30,7 +31,7 @@ from tests.engine.toy_at_daemon import (
 )
 from tests.engine.toy_engine import ToyEngine, play
 from tests.patience import eventually, mostly_slow
-from tests.remote.daemon_facts import leases_of
+from tests.remote.daemon_facts import leases_of, namespaces_of
 from tests.remote.faulty_daemon import Fault, FaultyDaemon, Frames, block_reply, forgetful, framed
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.errors import ErrorCode
@@ -253,6 +254,21 @@ def test_absent_daemon_is_distinguished_from_empty_one(
         assert told(names.DAEMON_UP) == {daemon.ipc: 0}
         assert f"cannot reach the daemon at {daemon.ipc}" in caplog.text
         toy.close()
+
+
+def test_daemon_and_engine_log_the_same_namespace_and_model(
+    tiny_model: Path, daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By these an operator finds the row of an engine, and what to set a quota for."""
+    caplog.set_level(logging.INFO, "vllm_tiered_kv")
+    toy = engine_at(tiny_model, daemon.endpoint)
+    serve(toy, prompts(8, 2))
+    toy.close()
+    ((name, row),) = namespaces_of(daemon).items()
+    assert row["memory_blocks"] > 0
+    assert f"namespace {name}: model {tiny_model}" in caplog.text
+    assert row["client"].endswith(f"model {tiny_model}")
+    assert f"namespace {name}: {row['client']!r}" in daemon.logs
 
 
 def test_failed_calls_and_the_time_of_lookups_are_counted(tiny_model: Path) -> None:

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.outputs import KVConnectorOutput
 
 from tests.daemon.daemon_process import DaemonProcess
 from tests.engine.toy_asking import ask, keys_of, seeded_prompt, total
 from tests.engine.toy_at_daemon import REMOTE, TRANSPORTS, address, engine_at, wait_attached
 from tests.engine.toy_engine import ToyEngine, play
 from tests.patience import eventually, mostly_slow
+from vllm_tiered_kv.connector.scheduler import scheduler_half
 from vllm_tiered_kv.connector.scheduler.verification import is_chosen
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Tier
@@ -76,6 +78,33 @@ def test_a_hit_is_computed_and_found_equal(tiny_model: Path, async_scheduling: b
     assert total(engine, names.HIT_TOKENS) == total(engine, names.LOADED_BLOCKS) == 0
     assert total(engine, names.RECOMPUTED_TOKENS) == 40
     assert total(engine, names.MISS_TOKENS) == 40  # of the first time
+    assert_at_rest(engine)
+    engine.close()
+
+
+def test_missing_verdicts_do_not_keep_the_engine_stepping(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Verdicts that arrive very late count for nothing, but release pins and spare slots."""
+    engine = ToyEngine(tiny_model, cpu_blocks=256, extra_config=ALWAYS)
+    ids = seeded_prompt(1)
+    ask(engine, ids)
+    engine.drop_gpu_cache()
+    timeout = engine.half._config.remote_load_timeout
+    monkeypatch.setattr(scheduler_half, "_REPORT_TIMEOUT_S", 0.02 - timeout)
+    lost = []
+    report = engine.worker.build_connector_worker_meta
+    engine.worker.build_connector_worker_meta = lambda: lost.append(report())
+    ask(engine, ids)
+    assert not engine.half.verification.has_open
+    assert caplog.text.count("workers sent no report") == 1
+    assert counts(engine)["skipped"] == 10
+    engine.worker.build_connector_worker_meta = report
+    for told in filter(None, lost):
+        engine.half.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
+    while engine.half.verification._ledger._open:  # what ends now is reported with later steps
+        ask(engine, ids[:2], 1)
+    assert counts(engine) == {"verified": 0, "inexact": 0, "different": 0, "skipped": 10}
     assert_at_rest(engine)
     engine.close()
 

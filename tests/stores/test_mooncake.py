@@ -240,6 +240,7 @@ def test_full_store_drops_blocks_and_counts_them(store: Any) -> None:
     [
         ("mooncake://", "is not an address like host:50051"),
         ("mooncake://a:b", "is not an address"),
+        ("mooncake://[::1", "is not a URL"),
         ("mooncake://me@a", "is not like mooncake://host:50051"),
         ("mooncake://a/x", "is not like mooncake://host:50051"),
         ("mooncake://a?replica=2", "unknown option 'replica', expected one of replicas, protocol"),

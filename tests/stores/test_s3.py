@@ -30,6 +30,7 @@ from tests.stores.contract import (
 )
 from tests.stores.redis_servers import require_redis
 from tests.stores.s3_servers import (
+    BUCKET,
     READER,
     USER,
     S3Server,
@@ -67,6 +68,14 @@ def prefix() -> str:
 
 def open_s3(url: str, timeout_s: float = TIMEOUT_S) -> Any:
     return open_store(BackingOptions(url, timeout_s=timeout_s))
+
+
+def unchecked_s3(url: str) -> Any:
+    """Without the requests that tell whether this client may work."""
+    from vllm_tiered_kv.stores.s3.settings import parse_settings
+    from vllm_tiered_kv.stores.s3.store import S3Store
+
+    return S3Store(parse_settings(BackingOptions(url)))
 
 
 @pytest.fixture
@@ -183,6 +192,52 @@ def test_put_never_replaces_a_block(server: S3Server, store: Any, monkeypatch: A
     assert_holds(store, key, 4096)
 
 
+def test_write_that_meets_another_one_is_not_taken_for_a_block(monkeypatch: Any) -> None:
+    """AWS answers 409 if a delete came in between, others if two write at once: either may have
+    won."""
+    require_s3()
+    speaker = Speaker(b"HTTP/1.1 409 Conflict\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+    store = unchecked_s3(f"s3://blocks?endpoint=http://{speaker.address}")
+    monkeypatch.setattr(store, "_look_up", lambda keys, deadline: [(None, True)] * len(keys))
+    assert store.put([item(store_key("a"))]) == [PutResult.FAILED]
+    speaker.close()
+
+
+def test_endpoint_of_the_url_precedes_those_of_the_environment(
+    server: S3Server, prefix: str
+) -> None:
+    key, nowhere = store_key("a"), "http://127.0.0.1:1"
+
+    def put(url: str, *endpoints: str) -> None:
+        with pytest.MonkeyPatch.context() as patch:  # `names` would obey it, too
+            variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+            for variable, endpoint in zip(variables, endpoints, strict=True):
+                patch.setenv(variable, endpoint)
+            store = open_s3(url)
+            assert store.put([item(key)]) == [PutResult.STORED]
+            store.close()
+
+    for number, endpoints in enumerate(
+        ((nowhere, nowhere), ("", nowhere), (server.endpoint, nowhere), ("", server.endpoint))
+    ):
+        some = f"{prefix}/{number}"
+        put(
+            f"s3://{BUCKET}/{some}" if server.endpoint in endpoints else server.url(some),
+            *endpoints,
+        )
+        assert names(server, some) == [name(key, some)]
+
+
+def test_put_is_conditional_whatever_the_environment_says(
+    server: S3Server, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other programs that share it may need to switch this off."""
+    monkeypatch.setenv("AWS_CONDITIONAL_PUT", "disabled")
+    store = open_s3(server.url(prefix))
+    assert store.put([item(store_key("a"))]) == [PutResult.STORED]
+    store.close()
+
+
 def test_prefixes_are_separate(server: S3Server, store: Any, prefix: str) -> None:
     key = store_key("a")
     store.put([item(key)])
@@ -208,6 +263,7 @@ def test_prefixes_are_separate(server: S3Server, store: Any, prefix: str) -> Non
         ("s3://blocks?endpoint=minio:9000", "endpoint=minio:9000 is not like https://host:port"),
         ("s3://blocks?endpoint=https://h/blocks", "is not like https://host:port"),
         ("s3://blocks?endpoint=http://h&cacert=/c", "cacert is for an endpoint with https://"),
+        ("s3://[blocks", "is not a URL; write [ and ] as %5B and %5D"),
         ("s3://blocks?ttl=7d", "unknown option 'ttl', expected one of endpoint, region, cacert"),
         ("s3://key:swordfish@blocks", "takes credentials from AWS_ACCESS_KEY_ID"),
         ("s3://key:sword/fish@blocks", "takes credentials from AWS_ACCESS_KEY_ID"),
@@ -219,6 +275,16 @@ def test_wrong_url_is_refused(url: str, said: str) -> None:
     with pytest.raises(ConfigError, match="backing") as error:
         check(BackingOptions(url))
     assert said in str(error.value)
+    assert "fish" not in str(error.value)
+
+
+def test_endpoint_with_credentials_in_the_environment_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    require_s3()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://key:swordfish@h")
+    with pytest.raises(ConfigError, match="is not like https://host:port") as error:
+        check(BackingOptions("s3://blocks"))
     assert "fish" not in str(error.value)
 
 
@@ -263,17 +329,36 @@ def test_service_that_refuses_is_a_clear_error(
     assert not {*user, "hush"} & set(str(error.value).split())
 
 
+def test_bucket_of_another_region_is_a_clear_error() -> None:
+    """As AWS answers: without Location."""
+    require_s3()
+    body = b"<Error><Code>PermanentRedirect</Code><Message>Use that endpoint.</Message></Error>"
+    head = f"HTTP/1.1 301 Moved Permanently\r\nContent-Length: {len(body)}\r\n"
+    speaker = Speaker(head.encode() + b"Connection: close\r\n\r\n" + body)
+    with pytest.raises(ConfigError, match="the bucket is in another region, set the option region"):
+        open_s3(f"s3://blocks?endpoint=http://{speaker.address}")
+    speaker.close()
+
+
+def test_long_answer_is_not_logged_as_a_whole() -> None:
+    require_s3()
+    body = b"<Error><Code>AccessDenied</Code><Message>no\nE forged %s</Message>" % (b"x" * 5000)
+    head = f"HTTP/1.1 403 Forbidden\r\nContent-Length: {len(body)}\r\n"
+    speaker = Speaker(head.encode() + b"Connection: close\r\n\r\n" + body)
+    with pytest.raises(ConfigError, match="AccessDenied: no \\(the cred") as error:
+        open_s3(f"s3://blocks?endpoint=http://{speaker.address}")
+    assert "forged" not in str(error.value)
+    speaker.close()
+
+
 def test_rights_that_are_lost_cost_misses_and_are_logged(
     server: S3Server,
     prefix: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from vllm_tiered_kv.stores.s3.settings import parse_settings
-    from vllm_tiered_kv.stores.s3.store import S3Store
-
     use_credentials(monkeypatch, (USER[0], "hush"))
-    store = S3Store(parse_settings(BackingOptions(server.url(prefix))))
+    store = unchecked_s3(server.url(prefix))
     key = store_key("a")
     assert_lacks(store, key)
     assert store.is_absent

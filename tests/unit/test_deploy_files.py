@@ -109,7 +109,7 @@ def test_systemd_files_are_valid_and_share_a_socket() -> None:
 @pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
 def test_units_start_commands_that_exist(unit: Path) -> None:
     scripts = (ROOT / "pyproject.toml").read_text()
-    lines = re.findall(r"^ExecStart(?:Pre)?=(.*)$", unit.read_text(), re.MULTILINE)
+    lines = re.findall(r"^ExecStart=(.*)$", unit.read_text(), re.MULTILINE)
     assert lines
     for line in lines:
         program, *words = shlex.split(line)
@@ -120,6 +120,14 @@ def test_units_start_commands_that_exist(unit: Path) -> None:
             checked(*arguments)
         else:
             assert cli.main([*arguments, "--check"]) == 0
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
+def test_units_do_not_restart_what_no_restart_mends(unit: Path) -> None:
+    """The status counts of the main process only: systemd restarts after others fail, for ever."""
+    text = unit.read_text()
+    assert f"\nRestartPreventExitStatus={server_cli.EXIT_USAGE}\n" in text
+    assert set(re.findall(r"^Exec\w+", text, re.MULTILINE)) == {"ExecStart"}
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")

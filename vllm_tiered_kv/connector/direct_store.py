@@ -2,7 +2,7 @@
 
 It is one of the stores behind daemons (`stores/registry.py`), with the same keys and values, so
 that engines with and without a daemon share blocks. Blocks move between the store and memory of the
-worker without a copy.
+worker without a copy, except those of S3.
 
 A client library may take longer than its caller can wait, and its transfers cannot be ended. So
 each transfer has a thread of its own. At the deadline the caller gets TransferPending and goes on,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.options import redacted
 
 DEFAULT_PREFIX = "tiered-kv"
 
@@ -19,6 +20,17 @@ class Address(NamedTuple):
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def split_url(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError:  # its text may show the password
+        raise ConfigError(
+            "backing",
+            f"{redacted(url)!r} is not a URL; write [ and ] as %5B and %5D, except around the "
+            "address of a host",
+        ) from None
 
 
 def parse_address(text: str, default_port: int) -> Address:

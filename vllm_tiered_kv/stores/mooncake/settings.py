@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.options import parse_size
@@ -17,6 +16,7 @@ from vllm_tiered_kv.stores.store_url import (
     checked_prefix,
     parse_address,
     parse_query,
+    split_url,
 )
 
 _DEFAULT_PORT = 50051
@@ -51,7 +51,7 @@ def parse_settings(options: BackingOptions) -> MooncakeSettings:
             "is for file:// only; the nodes of a Mooncake Store limit its memory, and its master "
             "evicts",
         )
-    url = urlsplit(options.url)
+    url = split_url(options.url)
     if url.path.strip("/") or url.fragment or "@" in url.netloc:
         raise ConfigError("backing", f"{options.url!r} is not like mooncake://host:{_DEFAULT_PORT}")
     given = parse_query(url.query, _OPTIONS)

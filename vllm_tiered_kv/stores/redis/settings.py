@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.options import parse_duration
@@ -19,6 +19,7 @@ from vllm_tiered_kv.stores.store_url import (
     checked_prefix,
     parse_address,
     parse_query,
+    split_url,
 )
 
 USERNAME_VARIABLE = "TIERED_KV_REDIS_USERNAME"
@@ -54,7 +55,7 @@ def parse_settings(options: BackingOptions) -> RedisSettings:
         )
     if options.ttl_s:
         raise ConfigError("backing_ttl", "is for file:// only; write it as redis://…/?ttl=7d")
-    url = urlsplit(options.url)
+    url = split_url(options.url)
     if "@" in url.path + url.query + url.fragment:  # errors below would show a part of the password
         raise ConfigError(
             "backing", "write / ? # and @ of a password, or @ of an option, as %2F etc."

@@ -49,7 +49,7 @@ class Failure:
     @property
     def is_refusal(self) -> bool:
         """Whether an operator has to act."""
-        return self.status in (401, 403) or self.reason.startswith("TLS")
+        return self.status in (301, 401, 403) or self.reason.startswith("TLS")
 
     @property
     def is_unanswered(self) -> bool:
@@ -139,9 +139,13 @@ def _open_bucket(settings: S3Settings) -> Bucket:
         "connect_timeout": timedelta(seconds=settings.timeout_s),
         "allow_http": settings.endpoint.startswith("http://"),
     }
-    config: S3Config = {"disable_bulk_delete": True}  # not all services have it
+    config: S3Config = {
+        "conditional_put": "etag",  # whatever the environment says: blocks are published by it
+        "disable_bulk_delete": True,  # not all services have it
+    }
     if settings.endpoint:
-        config["endpoint"] = settings.endpoint
+        # Under this name, or the library would prefer the variable AWS_ENDPOINT_URL_S3.
+        config["aws_endpoint_url_s3"] = settings.endpoint
     if settings.region:
         config["region"] = settings.region
     try:
@@ -174,11 +178,13 @@ _CAUSES = (
 
 def _failure(error: Exception) -> Failure:
     text = str(error)
+    if "redirect without LOCATION" in text:  # the library keeps neither status nor answer
+        return Failure(301, "the bucket is in another region, set the option region")
     status = re.search(r"status code: (\d+)", text)
     reason = _line(text)
     for start, cause in _CAUSES:
         if found := cause.search(text):
-            reason = start + ": ".join(found.groups())
+            reason = _line(start + ": ".join(found.groups()))
             break
     return Failure(int(status[1]) if status else 0, reason)
 

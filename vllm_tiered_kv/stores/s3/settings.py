@@ -6,18 +6,21 @@ describes both.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.options import redacted
 from vllm_tiered_kv.stores.registry import BackingOptions
-from vllm_tiered_kv.stores.store_url import DEFAULT_PREFIX, parse_query
+from vllm_tiered_kv.stores.store_url import DEFAULT_PREFIX, parse_query, split_url
+
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")  # of the environment
 
 _OPTIONS = ("endpoint", "region", "cacert")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*", re.ASCII)
-_ENDPOINT = re.compile(r"https?://[^/?#\s]+")
+_ENDPOINT = re.compile(r"https?://[^/?#@\s]+")
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ def parse_settings(options: BackingOptions) -> S3Settings:
             "s3:// takes credentials from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, not from "
             "its URL",
         )
-    url = urlsplit(options.url)
+    url = split_url(options.url)
     prefix = url.path.strip("/") or DEFAULT_PREFIX
     if not _BUCKET.fullmatch(url.netloc) or not _PREFIX.fullmatch(prefix) or url.fragment:
         raise ConfigError(
@@ -52,9 +55,10 @@ def parse_settings(options: BackingOptions) -> S3Settings:
             f"{options.url!r} is not like s3://bucket/prefix?endpoint=https://host:port",
         )
     given = parse_query(url.query, _OPTIONS)
-    endpoint = given.get("endpoint", "").rstrip("/")
+    others = filter(None, map(os.environ.get, _ENDPOINT_VARIABLES))
+    endpoint = (given.get("endpoint") or next(others, "")).rstrip("/")
     if endpoint and not _ENDPOINT.fullmatch(endpoint):
-        raise ConfigError("backing", f"endpoint={endpoint} is not like https://host:port")
+        raise ConfigError("backing", f"endpoint={redacted(endpoint)} is not like https://host:port")
     if "cacert" in given and endpoint.startswith("http://"):
         raise ConfigError("backing", "cacert is for an endpoint with https://")
     return S3Settings(

@@ -50,7 +50,7 @@ RIGHTS = "s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket"
 
 _ABSENT = 404
 _NO_SUCH_RANGE = 416  # an object without content
-_PRESENT = (409, 412)
+_PRESENT = 412  # not 409: that write met another one or a delete, and either may have won
 
 
 def check(options: BackingOptions) -> None:
@@ -214,7 +214,7 @@ class S3Store(NetworkStore):
         for n, failure in zip(wanted, self.client.each(write, wanted, deadline), strict=True):
             if failure is None:
                 results[n] = PutResult.STORED
-            elif failure.status in _PRESENT:
+            elif failure.status == _PRESENT:
                 results[n] = PutResult.PRESENT
             else:
                 failed.append(failure)
