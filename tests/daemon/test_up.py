@@ -227,6 +227,26 @@ def test_up_with_unread_output_stops(up: Any) -> None:
     assert not is_running(Path("/proc", str(daemon)))
 
 
+def test_screen_with_unread_log_drops_lines_once_it_stops() -> None:
+    """A thread that waited for its reader would not empty the pipe of its daemon, which then could
+    not log, and so not end."""
+    unread, logs = os.pipe()
+    os.set_blocking(logs, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(logs, bytes(1 << 16))
+    screen = supervisor.Screen(logs, logs)
+    logging = threading.Thread(target=screen.show_log, args=("a line",), daemon=True)
+    logging.start()
+    logging.join(2 * supervisor._READER_S)
+    assert logging.is_alive(), "a slow reader loses no line"
+    screen.begin_stop()
+    logging.join(60)
+    assert not logging.is_alive()
+    os.close(unread)
+    os.close(logs)
+
+
 def test_port_in_use_is_an_error_before_anything_starts(up: Any, folder: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

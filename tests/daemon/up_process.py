@@ -29,11 +29,11 @@ class Up:
 
     def __init__(self, file: Path) -> None:
         self.lines: list[str] = []
-        # It ignores signals that were ignored when it was started, as SIGINT is in the background
-        # jobs of a script; how the tests were started must not decide here.
-        command = ["env", "--default-signal=INT", sys.executable, "-m", "vllm_tiered_kv.api.cli"]
+        # It ignores signals that were ignored when it was started, as SIGINT and SIGQUIT are in
+        # background jobs of a script; how the tests were started must not decide here.
+        as_in_a_terminal = ["env", "--default-signal=INT,QUIT"]
         self._process = subprocess.Popen(
-            [*command, "up", str(file)],
+            [*as_in_a_terminal, sys.executable, "-m", "vllm_tiered_kv.api.cli", "up", str(file)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -34,7 +34,7 @@ DAEMON = (
         "lambda: self._stopping)",
         "lambda: False)",
         "a daemon whose log nobody reads any more never ends, and neither does `tiered-kv up`",
-        ("tests/daemon/test_up.py::test_up_with_unread_output_stops",),
+        ("tests/daemon/test_up.py::test_screen_with_unread_log_drops_lines_once_it_stops",),
     ),
     Mutation(
         "claims-never-end",
