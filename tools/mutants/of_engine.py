@@ -724,6 +724,15 @@ ENGINE = (
         ("tests/unit/test_sessions.py",),
     ),
     Mutation(
+        "ended-session-stays-warm",
+        "connector/scheduler/retention.py",
+        "        self._index.mark_dead(private)\n",
+        "",
+        "blocks of ended sessions displace those of others",
+        ("tests/engine/test_request_controls.py",),
+        Needs.VLLM,
+    ),
+    Mutation(
         "removed-block-stays-announced",
         "cache/index.py",
         "        if is_removed:\n",
