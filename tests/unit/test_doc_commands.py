@@ -17,6 +17,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -328,6 +329,8 @@ LANGUAGES: dict[str, Callable[[Block], None]] = {
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_every_block_of_a_page_works_as_it_stands(block: Block) -> None:
     assert block.language in LANGUAGES
+    if sys.version_info < (3, 11) and "s3://" in block.text:
+        pytest.skip("there is no obstore for this Python")
     LANGUAGES[block.language](block)
 
 
