@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from tests.ports import free_port
+
 START_TIMEOUT_S = 60.0
 _LISTENING = re.compile(r"listening on (\S+)")
 _METRICS = re.compile(r"metrics on (http://\S+)/metrics")
@@ -95,9 +97,9 @@ class DaemonProcess:
         self.folder = folder
         self.arguments = list(arguments)
         self.ipc_path = folder / "kv.sock"
-        self._listen = list(
-            ["tcp://127.0.0.1:*", f"ipc://{self.ipc_path}"] if listen is None else listen
-        )
+        if listen is None:
+            listen = [f"tcp://127.0.0.1:{free_port()}", f"ipc://{self.ipc_path}"]
+        self._listen = list(listen)
         self.program = list(program)
         self._process: subprocess.Popen[bytes] | _Forked | None = None
         self._log = folder / "daemon.log"

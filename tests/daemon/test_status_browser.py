@@ -14,7 +14,7 @@ from tests.daemon.daemon_process import DaemonProcess
 from tests.daemon.raw_client import blocks, key
 from tests.daemon.test_http_pages import TOKEN, token_file
 from tests.patience import eventually
-from tests.stores.redis_servers import free_port
+from tests.ports import free_port
 
 HOSTILE = '<img src=x onerror="window.hacked=1">\'</script><script>window.hacked=1</script>'
 

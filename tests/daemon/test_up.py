@@ -17,8 +17,9 @@ import pytest
 import yaml
 
 from tests.daemon.test_http_pages import fetch
-from tests.daemon.up_process import Up, free_port
+from tests.daemon.up_process import Up
 from tests.patience import eventually, mostly_slow
+from tests.ports import free_port
 from vllm_tiered_kv.api import supervisor
 from vllm_tiered_kv.api.deployment import Deployment
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import select
 import signal
-import socket
 import subprocess
 import sys
 import termios
@@ -15,13 +14,6 @@ from pathlib import Path
 from tests.patience import eventually
 
 ROOT = Path(__file__).parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Up:
@@ -55,7 +47,8 @@ class Up:
         self._may_read.clear()
         assert self._process.stdout is not None
         pipe = self._process.stdout.fileno()
-        is_full = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) - select.PIPE_BUF
+        # The first page may be read in part, and a page may have no room for another line.
+        is_full = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) - 3 * select.PIPE_BUF
 
         def waiting() -> int:
             return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4), sys.byteorder)

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +25,7 @@ from typing import Any
 import pytest
 
 from examples.smollm2 import ensure_model
+from tests.ports import free_port
 from vllm_tiered_kv.api.cli import main
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -38,12 +38,6 @@ EXIT_S = 60.0
 CPU_MEMORY = 512 << 20
 FLIPPED = bytes(byte ^ 0x15 for byte in range(256))
 MARK = "SERVE_TEST_MARK"  # inherited by every process the server starts
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:

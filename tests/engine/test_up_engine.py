@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from examples.smollm2 import ensure_model
-from tests.daemon.up_process import Up, free_port
+from tests.daemon.up_process import Up
 from tests.patience import eventually
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import eventually
-from tests.stores.redis_servers import free_port
+from tests.ports import free_port
 
 NODE_BYTES = 256 << 20
 CLIENT_TTL_S = 2  # the master forgets a node that is gone after this time

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.patience import eventually
+from tests.ports import free_port
 
 PRIMARIES = 3
 
@@ -33,12 +34,6 @@ def require_redis(*more_programs: str) -> None:
     if os.environ.get("REQUIRE_REDIS") == "1":
         pytest.fail(f"REQUIRE_REDIS=1, but this {reason}")
     pytest.skip(reason)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class RedisServer:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.patience import eventually
-from tests.stores.redis_servers import free_port
+from tests.ports import free_port
 
 BUCKET = "blocks"
 ADMIN = ("admin-key", "admin-secret")  # makes the bucket

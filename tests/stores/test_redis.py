@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import pytest
 import xxhash
 
 from tests.patience import eventually, mostly_slow
+from tests.ports import free_port
 from tests.stores.certificates import make_certificates
 from tests.stores.contract import (
     MIB,
@@ -372,9 +372,7 @@ def test_server_that_wants_a_password_refuses(tmp_path: Path) -> None:
 def test_tls_works_and_its_mistakes_are_clear_errors(tmp_path: Path) -> None:
     require_redis("openssl")
     make_certificates(tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     guarded = RedisServer(
         tmp_path / "redis", "--port", "0", "--tls-port", str(port),
         "--tls-cert-file", str(tmp_path / "server.crt"),
