@@ -130,7 +130,7 @@ class RedisPy:
 
 class MooncakeLibrary:
     """Mooncake's own client, as its users would move blocks between it and registered memory; on
-    demand with a header beside each block, and with checksums that nobody compares."""
+    demand with a header beside each block, and with the time of computing checksums."""
 
     def __init__(
         self, client: Any, block: int, count: int, header: int = 0, checksums: bool = False

@@ -15,7 +15,7 @@ _NUMBERS = itertools.count(random.randrange(_COUNT))
 
 
 def free_port() -> int:
-    """Returns a port of loopback where nobody listens, and that no other caller gets soon."""
+    """Returns a port of loopback that is free and that no other caller gets soon."""
     for number in itertools.islice(_NUMBERS, _COUNT):
         port = _FIRST + _WORKER * _COUNT + number % _COUNT
         with socket.socket() as probe:

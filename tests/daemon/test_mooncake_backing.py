@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -126,43 +122,3 @@ def test_daemon_without_its_mooncake_serves_and_uses_it_once_it_is_back(
         assert servers.metric("master_key_count") == 3
         assert daemon.terminate() == 0
         assert "Traceback" not in daemon.logs
-
-
-def test_daemon_without_the_library_says_what_to_install(tmp_path: Path) -> None:
-    (tmp_path / "mooncake").mkdir()
-    (tmp_path / "mooncake" / "__init__.py").write_text(
-        "raise ModuleNotFoundError('gone', name='mooncake')\n"
-    )
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    said = subprocess.run(
-        [sys.executable, "-m", "vllm_tiered_kv.server.cli", "--backing", "mooncake://localhost"],
-        capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
-    assert said.returncode == 2
-    assert "mooncake:// needs a library that is not installed (mooncake)" in said.stderr
-    assert "pip install 'vllm-tiered-kv[mooncake]'" in said.stderr
-
-
-def test_unknown_scheme_names_the_known_ones_and_their_extras() -> None:
-    said = subprocess.run(
-        [sys.executable, "-m", "vllm_tiered_kv.server.cli", "--backing", "moon://localhost"],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert said.returncode == 2
-    assert (
-        "must start with one of file://, "
-        "mooncake:// (needs pip install 'vllm-tiered-kv[mooncake]'), "
-        "redis:// (needs pip install 'vllm-tiered-kv[redis]'), "
-        "rediss:// (needs pip install 'vllm-tiered-kv[redis]'), "
-        "s3:// (needs pip install 'vllm-tiered-kv[s3]')"
-    ) in said.stderr
-
-
-def test_library_of_mooncake_is_loaded_only_for_mooncake() -> None:
-    program = (
-        "import sys\n"
-        "from vllm_tiered_kv.server.options import ServerOptions\n"
-        "ServerOptions.load({'backing': 'file:///mnt/kv', 'backing_ttl': '1d'})\n"
-        "assert not [name for name in sys.modules if 'mooncake' in name]\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)

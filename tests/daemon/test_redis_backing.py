@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -88,25 +86,3 @@ def test_daemon_with_wrong_password_says_so_and_hides_it(server: RedisServer) ->
     assert f"redis://me:***@{server.address}" in said.stderr
     assert "secret" not in said.stderr
     assert "Traceback" not in said.stderr
-
-
-def test_daemon_without_the_library_says_what_to_install(tmp_path: Path) -> None:
-    (tmp_path / "redis.py").write_text("raise ModuleNotFoundError('gone', name='redis')\n")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    said = subprocess.run(
-        [sys.executable, "-m", "vllm_tiered_kv.server.cli", "--backing", "redis://localhost"],
-        capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
-    assert said.returncode == 2
-    assert "redis:// needs a library that is not installed (redis)" in said.stderr
-    assert "pip install 'vllm-tiered-kv[redis]'" in said.stderr
-
-
-def test_library_of_redis_is_loaded_only_for_redis() -> None:
-    program = (
-        "import sys\n"
-        "from vllm_tiered_kv.server.options import ServerOptions\n"
-        "ServerOptions.load({'backing': 'file:///mnt/kv', 'backing_ttl': '1d'})\n"
-        "assert not [name for name in sys.modules if 'redis' in name]\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -82,25 +80,3 @@ def test_daemon_with_wrong_credentials_says_so_and_hides_them(
     assert "s3://blocks: SignatureDoesNotMatch" in said.stderr
     assert not [secret for secret in (USER[0], "hush") if secret in said.stderr]
     assert "Traceback" not in said.stderr
-
-
-def test_daemon_without_the_library_says_what_to_install(tmp_path: Path) -> None:
-    (tmp_path / "obstore.py").write_text("raise ModuleNotFoundError('gone', name='obstore')\n")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    said = subprocess.run(
-        [sys.executable, "-m", "vllm_tiered_kv.server.cli", "--backing", "s3://blocks"],
-        capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
-    assert said.returncode == 2
-    assert "s3:// needs a library that is not installed (obstore)" in said.stderr
-    assert "pip install 'vllm-tiered-kv[s3]'" in said.stderr
-
-
-def test_library_of_s3_is_loaded_only_for_s3() -> None:
-    program = (
-        "import sys\n"
-        "from vllm_tiered_kv.server.options import ServerOptions\n"
-        "ServerOptions.load({'backing': 'file:///mnt/kv', 'backing_ttl': '1d'})\n"
-        "assert 'obstore' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)

@@ -7,7 +7,6 @@ import http.client
 import importlib
 import importlib.util
 import os
-import signal
 import socket
 import subprocess
 import tempfile
@@ -18,6 +17,7 @@ import pytest
 
 from tests.patience import eventually
 from tests.ports import free_port
+from tests.stores.server_process import ServerProcess
 
 NODE_BYTES = 256 << 20
 CLIENT_TTL_S = 2  # the master forgets a node that is gone after this time
@@ -50,31 +50,13 @@ def program(name: str) -> str:
     return str(path)
 
 
-class _Process:
+class _Process(ServerProcess):
     def __init__(self, folder: Path, name: str) -> None:
         self._log = folder / f"{name}.log"
-        self._process: subprocess.Popen[bytes] | None = None
 
     def _start(self, *command: str) -> None:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
-
-    def signal(self, number: int) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-    @contextlib.contextmanager
-    def frozen(self) -> Iterator[None]:
-        self.signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self.signal(signal.SIGCONT)
 
 
 class Master(_Process):

@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -18,6 +17,7 @@ import pytest
 
 from tests.patience import eventually
 from tests.ports import free_port
+from tests.stores.server_process import ServerProcess
 
 PRIMARIES = 3
 
@@ -36,14 +36,13 @@ def require_redis(*more_programs: str) -> None:
     pytest.skip(reason)
 
 
-class RedisServer:
+class RedisServer(ServerProcess):
     """A `redis-server` process on a free port of loopback. After `restart` the port is the same."""
 
     def __init__(self, folder: Path, *options: str, port: int | None = None) -> None:
         self.folder = folder
         self.port = port or free_port()
         self._options = options
-        self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> RedisServer:
         self.folder.mkdir(exist_ok=True)
@@ -79,27 +78,9 @@ class RedisServer:
 
         return redis.Redis(port=self.port, protocol=2, **more)
 
-    def signal(self, number: int) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        """kill -9, also if it is stopped."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
     def restart(self) -> None:
         self.kill()
         self.start()
-
-    @contextlib.contextmanager
-    def frozen(self) -> Iterator[None]:
-        self.signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self.signal(signal.SIGCONT)
 
 
 class RedisCluster:

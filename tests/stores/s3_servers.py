@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import pytest
 
 from tests.patience import eventually
 from tests.ports import free_port
+from tests.stores.server_process import ServerProcess
 
 BUCKET = "blocks"
 ADMIN = ("admin-key", "admin-secret")  # makes the bucket
@@ -46,14 +46,13 @@ def require_s3() -> None:
     pytest.skip(reason)
 
 
-class S3Server:
+class S3Server(ServerProcess):
     """`weed server -s3` on free ports of loopback. Started again, it has the same blocks."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self._folder = folder
         self._options = options
         self._ports = {name: (free_port(), free_port()) for name in _PORTS}
-        self._process: subprocess.Popen[bytes] | None = None
         self.host = "127.0.0.1"
 
     def start(self) -> S3Server:
@@ -125,21 +124,6 @@ class S3Server:
             client_options={"allow_http": True, "allow_invalid_certificates": True},
             retry_config={"max_retries": 0},
         )
-
-    def kill(self) -> None:
-        """kill -9, also if it is stopped."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-    @contextlib.contextmanager
-    def frozen(self) -> Iterator[None]:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self._process.send_signal(signal.SIGCONT)
 
 
 def _identity(name: str, keys: tuple[str, str], *actions: str) -> dict[str, Any]:

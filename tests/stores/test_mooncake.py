@@ -383,7 +383,7 @@ def test_killed_node_costs_misses_and_is_used_when_it_is_back(replicas: int) -> 
         store.close()
 
 
-def test_frozen_master_opens_the_breaker_while_calls_still_wait() -> None:
+def test_frozen_master_opens_the_breaker() -> None:
     with mooncake_servers() as servers:
         store = open_store(BackingOptions(servers.url, timeout_s=0.5))
         key = store_key("a")
@@ -392,11 +392,10 @@ def test_frozen_master_opens_the_breaker_while_calls_still_wait() -> None:
             waiting = [threading.Thread(target=store.contains, args=([key],)) for _ in range(3)]
             for thread in waiting:
                 thread.start()
-            time.sleep(0.7)
+            eventually(lambda: store.is_absent)
             begin = time.monotonic()
             assert_lacks(store, key)
-            assert time.monotonic() - begin < 0.3
-            assert store.is_absent
+            assert time.monotonic() - begin < 0.5, "no call of it waits for the deadline"
         for thread in waiting:
             thread.join(LATE_S)
             assert not thread.is_alive()

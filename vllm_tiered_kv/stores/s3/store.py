@@ -255,7 +255,7 @@ class S3Store(NetworkStore):
         """No-op: payloads are copied into any memory."""
 
     def usage(self) -> StoreUsage:
-        """Lists all blocks, which takes a request for each thousand: nobody else does, so
+        """Lists all blocks, with one request per thousand. That is too slow for other calls, so
         `known_usage` stays empty."""
 
         async def count(prefix: str) -> StoreUsage:
