@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from vllm_tiered_kv.core.store import OnLost, StoreKey, StoreUsage
+from vllm_tiered_kv.core.store import StoreKey, StoreUsage
 
 WRITE_TIMEOUT_FACTOR = 10  # as long as the daemon waits for writes
 MAX_LOOKUPS = 4096  # keys of a request
@@ -63,7 +63,6 @@ class NetworkStore:
     """Base of the stores in Redis, Mooncake and S3. Thread-safe."""
 
     def __init__(self) -> None:
-        self.on_lost: OnLost = lambda keys: None  # never called: nothing is acknowledged early
         self.on_unanswered: Callable[[], None] = lambda: None
         self._counts: Counter[Event] = Counter()
         self._counts_lock = threading.Lock()
@@ -97,6 +96,9 @@ class NetworkStore:
     def flush(self) -> bool:
         """No-op: what is acknowledged is as durable as the store is set up to be."""
         return True
+
+    def take_lost(self) -> list[StoreKey]:
+        return []  # nothing is acknowledged early
 
     def retry(self) -> None:
         """No-op: breakers decide when a server is asked again."""
