@@ -63,7 +63,6 @@ class NetworkStore:
     """Base of the stores in Redis, Mooncake and S3. Thread-safe."""
 
     def __init__(self) -> None:
-        self.on_unanswered: Callable[[], None] = lambda: None
         self._counts: Counter[Event] = Counter()
         self._counts_lock = threading.Lock()
         self._usage = StoreUsage(0, 0, 0)

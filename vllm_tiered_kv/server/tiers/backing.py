@@ -58,8 +58,7 @@ class BackingTier:
         """Opens the store once; raises what opening raises. Idempotent."""
         with self._opening:
             if self._opened is None and not self._closed.is_set():
-                store = open_store(self._options)
-                store.on_unanswered = self._count_unanswered
+                store = open_store(self._options, self._count_unanswered)
                 if self._memory is not None:
                     store.use_memory(self._memory)
                 self._opened = store

@@ -59,8 +59,8 @@ def check(options: BackingOptions) -> None:
     parse_settings(options)
 
 
-def open_store(options: BackingOptions) -> MooncakeStore:
-    store = MooncakeStore(parse_settings(options))
+def open_store(options: BackingOptions, on_unanswered: Callable[[], None]) -> MooncakeStore:
+    store = MooncakeStore(parse_settings(options), on_unanswered)
     store.client.connect()  # a master that does not answer is no error: it is used once it does
     return store
 
@@ -69,11 +69,12 @@ class MooncakeStore(NetworkStore):
     """A BlockStore in a Mooncake Store. Thread-safe. The daemon owns one as its backing tier and
     calls it on executors, because a call may take as long as Mooncake's client takes."""
 
-    def __init__(self, settings: MooncakeSettings) -> None:
+    def __init__(self, settings: MooncakeSettings, on_unanswered: Callable[[], None]) -> None:
         """Connects with the first call."""
         super().__init__()
         self.settings = settings
-        self.client = MooncakeClient(settings, lambda: self.on_unanswered())
+        self.client = MooncakeClient(settings, on_unanswered)
+        self._on_unanswered = on_unanswered
         self._pages = _HeaderPages(self.client.use_memory)
         self._prefix = f"{settings.prefix}:{VERSION}:"
 
@@ -184,7 +185,7 @@ class MooncakeStore(NetworkStore):
             if is_last or time.monotonic() >= end:
                 break
         self._count(Event.READ_ERROR, len(left))
-        self.on_unanswered()
+        self._on_unanswered()
         self._log(f"{len(left)} blocks were not sent by their store nodes")
         return found
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import binascii
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from vllm_tiered_kv.core.store import (
@@ -59,8 +59,8 @@ def check(options: BackingOptions) -> None:
     parse_settings(options)
 
 
-def open_store(options: BackingOptions) -> RedisStore:
-    store = RedisStore(parse_settings(options))
+def open_store(options: BackingOptions, on_unanswered: Callable[[], None]) -> RedisStore:
+    store = RedisStore(parse_settings(options), on_unanswered)
     try:
         store.require_access()
     except ConfigError as error:
@@ -74,11 +74,11 @@ class RedisStore(NetworkStore):
     """A BlockStore in Redis. Thread-safe. The daemon owns one as its backing tier and calls it on
     executors; no call takes longer than its deadline, except to resolve the name of a host."""
 
-    def __init__(self, settings: RedisSettings) -> None:
+    def __init__(self, settings: RedisSettings, on_unanswered: Callable[[], None]) -> None:
         """Connects with the first call."""
         super().__init__()
         self.settings = settings
-        self.nodes = Nodes(settings, lambda: self.on_unanswered())
+        self.nodes = Nodes(settings, on_unanswered)
         self._prefix = f"{settings.prefix}:{VERSION}:".encode()
 
     def require_access(self) -> None:

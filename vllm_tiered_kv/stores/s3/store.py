@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import obstore
 
@@ -57,8 +57,8 @@ def check(options: BackingOptions) -> None:
     parse_settings(options)
 
 
-def open_store(options: BackingOptions) -> S3Store:
-    store = S3Store(parse_settings(options))
+def open_store(options: BackingOptions, on_unanswered: Callable[[], None]) -> S3Store:
+    store = S3Store(parse_settings(options), on_unanswered)
     store.require_access()
     return store
 
@@ -67,11 +67,11 @@ class S3Store(NetworkStore):
     """A BlockStore in a bucket. Thread-safe. The daemon owns one as its backing tier and calls it
     on executors; no call takes longer than its deadline."""
 
-    def __init__(self, settings: S3Settings) -> None:
+    def __init__(self, settings: S3Settings, on_unanswered: Callable[[], None]) -> None:
         """Connects with the first call. Raises ConfigError if the library refuses the settings."""
         super().__init__()
         self.settings = settings
-        self.client = S3Client(settings, lambda: self.on_unanswered())
+        self.client = S3Client(settings, on_unanswered)
         self._bucket = self.client.bucket
         self._prefix = f"{settings.prefix}/{VERSION}/"
 
