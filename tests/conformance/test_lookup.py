@@ -17,7 +17,7 @@ from vllm_tiered_kv.metrics import names
 def test_asking_changes_nothing(tiny_model: Path) -> None:
     """Two engines live the same life, but one is asked over and over: they evict alike."""
     survivors = []
-    for questions in (0, 7):
+    for polls in (0, 7):
         engine = ContractEngine(tiny_model, cpu_blocks=40)
         for seed in range(4):
             engine.ask(seeded_prompt(seed, 30))
@@ -25,7 +25,7 @@ def test_asking_changes_nothing(tiny_model: Path) -> None:
         request_id = engine.add(seeded_prompt(0, 30), 4)
         request, half = engine.requests[request_id], engine.half
         before = _look(engine)
-        for number in range(questions):
+        for number in range(polls):
             tokens, _ = engine.scheduler.connector.get_num_new_matched_tokens(
                 request, 8 if number % 2 else 0
             )

@@ -1,4 +1,4 @@
-"""Questions about a running daemon: `Inquiry`, and the commands that use it."""
+"""Requests about a running daemon: `Inquiry`, and the commands that use it."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def plain_tokens(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list
 
 
 class Drafting:
-    """An engine with drafts, and how many of them were accepted since the last question."""
+    """An engine with drafts, and how many of them were accepted since the last call."""
 
     def __init__(self, engine: RealEngine) -> None:
         self.engine = engine

@@ -50,7 +50,7 @@ def answered(toy: ToyEngine, prompt: list[int]) -> str:
     return request
 
 
-def test_a_hit_is_one_question(
+def test_hit_is_one_request(
     tiny_model: Path, daemon: DaemonProcess, async_scheduling: bool
 ) -> None:
     asked = prompts(1, 6)
@@ -169,7 +169,7 @@ def test_a_lookup_that_finds_no_thread_is_a_miss(
 def test_leases_of_a_lookup_that_was_a_miss_are_released(
     tiny_model: Path, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pool that finds no new thread has taken the question all the same: another may answer."""
+    """A pool that finds no new thread has queued the lookup all the same: another may run it."""
     (asked,) = prompts(5, 1)
     toy = filled(tiny_model, daemon, [asked])
     pool = toy.half.remote._lookups._pool

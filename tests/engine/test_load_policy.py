@@ -241,8 +241,8 @@ def test_always_and_never(tiny_model: Path) -> None:
         assert total(always, names.HIT_TOKENS, REMOTE) == held
         always.close()
 
-        questions: list[type] = []
-        slow.delay = lambda request: questions.append(type(request)) or 0.0
+        requests: list[type] = []
+        slow.delay = lambda request: requests.append(type(request)) or 0.0
         never = engine_at(tiny_model, slow.address, extra={"load_policy": "never"}, cpu_blocks=400)
         serve(never, asked)
         never.drop_gpu_cache()
@@ -251,5 +251,5 @@ def test_always_and_never(tiny_model: Path) -> None:
         assert total(never, names.STORED_BLOCKS, CPU) > 0
         assert decisions(never, CPU) == {"recompute": len(asked)}
         assert decisions(never, REMOTE) == {}
-        assert Match not in questions
+        assert Match not in requests
         never.close()

@@ -81,7 +81,7 @@ def placed(keys: list[BlockKey], *servers: Server | None) -> Servers:
     return Servers({keys[a]: server for a, server in zip(anchors, servers, strict=True)})
 
 
-def test_runs_of_one_server_are_one_question() -> None:
+def test_runs_of_one_server_are_one_query() -> None:
     keys = chain(160)
     a, b = Server("a"), Server("b")
     runs = [

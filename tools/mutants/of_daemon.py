@@ -115,7 +115,7 @@ DAEMON = (
                 self._abandoned""",
         """            if op is None and not self._in_flight:
                 self._abandoned""",
-        "a late reply is taken for the answer to another question",
+        "a late reply is taken for the answer to another request",
         _FAULTS,
     ),
     Mutation(

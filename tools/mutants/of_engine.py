@@ -607,7 +607,7 @@ ENGINE = (
         "connector/identity/request_keys.py",
         "                extras[index] = extra\n",
         "                pass\n",
-        "a question about one picture is answered about another",
+        "a prompt with one picture gets the answer to another",
         _KEYS,
         Needs.VLLM,
     ),
