@@ -9,13 +9,14 @@ without pause) and `trace` (recorded traffic, `--trace FILE`). `--kill-after-tur
 the calm chats, whose engine is killed and started again.
 
 Modes: `tiered` (ours as it comes), `tiered_daemon` (ours with a small CPU tier and a daemon on the
-same host), `offloading` and `offloading_blhnc` (vLLM's OffloadingConnector as it comes, with blocks
-outermost), `simple` (vLLM's SimpleCPUOffloadConnector), `vllm` (alone), `limit` (alone, with a GPU
-cache that holds everything) and `limit_seqs` (like `limit`, with as many requests at once as fit
-into the GPU cache of the others). Each mode on each workload is a fresh engine in processes of its
-own; one plays after the other, and all get the same arrival plan. `--together N` starts N engines
-at once, which saves time, but then nothing is said of the memory of each. Progress goes to the
-standard error, the tables to the standard output.
+same host), `tiered_daemon_tcp` (the same over the loopback), `offloading` and `offloading_blhnc`
+(vLLM's OffloadingConnector as it comes, with blocks outermost), `simple` (vLLM's
+SimpleCPUOffloadConnector), `vllm` (alone), `limit` (alone, with a GPU cache that holds everything)
+and `limit_seqs` (like `limit`, with as many requests at once as fit into the GPU cache of the
+others). Each mode on each workload is a fresh engine in processes of its own; one plays after the
+other, and all get the same arrival plan. `--together N` starts N engines at once, which saves time,
+but then nothing is said of the memory of each. Progress goes to the standard error, the tables to
+the standard output.
 """
 
 from __future__ import annotations
@@ -216,7 +217,7 @@ class Runner:
         folder.mkdir()
         with contextlib.ExitStack() as stack:
             daemon = None
-            if case.mode == "tiered_daemon":
+            if case.mode in engine_configs.DAEMON_MODES:
                 arguments = engine_configs.daemon_arguments(self._args.tiny, self._args.cpu_gib)
                 daemon = stack.enter_context(DaemonProcess(folder, *arguments))
             spec = self._spec(case.mode, workload, daemon)
@@ -242,7 +243,7 @@ class Runner:
             args.tiny,
             args.cpu_gib,
             args.daemon_cpu_gib,
-            daemon.ipc if daemon else None,
+            daemon and (daemon.endpoint if mode == "tiered_daemon_tcp" else daemon.ipc),
             workload.requests_that_fit if mode == "limit_seqs" else None,
             shares_device=args.together > 1,
         )

@@ -4,11 +4,12 @@
     python -m benchmarks.connectors --tiny --out result.json        the same code on a laptop
 
 Modes: `vllm` (alone), `nothing` (a connector that does nothing), `hash_only`, `tiered` (ours as it
-comes), `tiered_layerwise` (ours on vLLM's own layout), `offloading`, `offloading_blhnc` and
-`offloading_fs` (vLLM's OffloadingConnector as it comes, with blocks outermost, with a disk),
-`simple` (vLLM's SimpleCPUOffloadConnector). What does not run on this machine is left out. More
-modes than fit on the device run in groups, each with `vllm` and `tiered`; compare within a group
-only. Progress goes to the standard error, the table to the standard output, plots beside the JSON.
+comes), `tiered_layerwise` (ours on vLLM's own layout), `tiered_no_early_loads` (ours, loads begin
+with their step), `offloading`, `offloading_blhnc` and `offloading_fs` (vLLM's OffloadingConnector
+as it comes, with blocks outermost, with a disk), `simple` (vLLM's SimpleCPUOffloadConnector). What
+does not run on this machine is left out. More modes than fit on the device run in groups, each with
+`vllm` and `tiered`; compare within a group only. Progress goes to the standard error, the table to
+the standard output, plots beside the JSON.
 """
 
 from __future__ import annotations

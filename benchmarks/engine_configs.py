@@ -22,6 +22,7 @@ CONNECTOR_MODES = (
     "offloading_blhnc",
     "simple",
     "tiered_layerwise",
+    "tiered_no_early_loads",
     "hash_only",
     "offloading_fs",
 )
@@ -33,8 +34,10 @@ ON_A_CPU = (
     "tiered",
     "nothing",
     "tiered_layerwise",
+    "tiered_no_early_loads",
     "hash_only",
     "tiered_daemon",
+    "tiered_daemon_tcp",
     "limit",
     "limit_seqs",
 )
@@ -98,6 +101,9 @@ def _transfer(mode: str, scale: Scale, folder: Path) -> dict[str, Any] | None:
         return _ours(mode="hash_only")
     if mode == "tiered":
         return _ours(cpu_memory=tier, **_always(scale))
+    if mode == "tiered_no_early_loads":
+        found = _ours(cpu_memory=tier, **_always(scale))
+        return {**found, "kv_connector_module_path": "benchmarks.no_early_loads"}
     if mode == "tiered_layerwise":
         return _ours(cpu_memory=tier, block_layout="any", **_always(scale))
     if mode == "simple":
@@ -137,6 +143,7 @@ def _environment(mode: str) -> dict[str, str]:
 # Those that the goals compare with each other are neighbours: machines drift.
 CHAT_MODES = (
     "tiered_daemon",
+    "tiered_daemon_tcp",
     "tiered",
     "offloading_blhnc",
     "limit",
@@ -146,6 +153,8 @@ CHAT_MODES = (
     "simple",
 )
 CHAT_BASELINES = ("offloading_blhnc", "offloading", "simple", "vllm")
+
+DAEMON_MODES = ("tiered_daemon", "tiered_daemon_tcp")
 
 _TINY_TIER = 256 << 20
 _TINY_DAEMON_TIER = 4 << 20
@@ -161,7 +170,7 @@ def why_not(mode: str, workload: Workload, gpu: bool) -> str | None:
         return "how many requests fit is known for chats that share nothing"
     if workload.kind == "prefill" and mode == "limit":
         return "prompts are distinct: a larger GPU cache holds nothing that is asked again"
-    if workload.kill_after_turn is not None and mode != "tiered_daemon":
+    if workload.kill_after_turn is not None and mode not in DAEMON_MODES:
         return "only a daemon outlives the engine"
     return None
 
@@ -197,9 +206,10 @@ def chat_spec(
     engines start side by side, so none can measure how much memory is free."""
     model = {} if tiny else QWEN2_7B
     tier = _TINY_TIER if tiny else int(cpu_gib * GIB)
-    base = {"limit": "vllm", "limit_seqs": "vllm", "tiered_daemon": "tiered"}.get(mode, mode)
+    bases = {"limit": "vllm", "limit_seqs": "vllm", **dict.fromkeys(DAEMON_MODES, "tiered")}
+    base = bases.get(mode, mode)
     found = connector_spec(base, Scale(model, 0, 0, tier, 0), Path())
-    if mode == "tiered_daemon":
+    if mode in DAEMON_MODES:
         assert found.transfer is not None
         found.transfer["kv_connector_extra_config"] |= {
             "cpu_memory": _TINY_DAEMON_TIER if tiny else int(daemon_cpu_gib * GIB),

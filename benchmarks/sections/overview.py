@@ -12,6 +12,7 @@ _MODES = {
     "vllm": "vLLM alone",
     "tiered": "CPU tier",
     "tiered_daemon": "daemon, its memory mapped",
+    "tiered_daemon_tcp": "daemon, over tcp on the loopback",
     "offloading": "vLLM's OffloadingConnector",
     "offloading_blhnc": "vLLM's OffloadingConnector, layout BLHNC",
     "simple": "vLLM's SimpleCPUOffloadConnector",
