@@ -224,7 +224,7 @@ LOOKUPS = _counter_by(
 )
 LOOKUP_SECONDS = _histogram(
     "lookup_seconds",
-    "From the start of a request's lookup at daemons until the scheduler has the answer or gives up.",
+    "From the start of a request's lookup at daemons until the scheduler sees its end or gives up.",
     _REMOTE,
 )
 LOAD_SECONDS = _histogram(
