@@ -88,7 +88,7 @@ def test_blocks_on_the_gpu_are_not_offered_again(tiny_model: Path, async_schedul
     engine.assert_conforms()
 
 
-def test_a_request_that_must_not_read_the_cache_is_not_offered_any(tiny_model: Path) -> None:
+def test_request_that_must_not_read_the_cache_is_not_offered_any(tiny_model: Path) -> None:
     """vLLM marks requests whose prompt logprobs are wanted: all of the prompt is computed."""
     engine = ContractEngine(tiny_model)
     ids = seeded_prompt(1, 41)
@@ -103,7 +103,7 @@ def test_a_request_that_must_not_read_the_cache_is_not_offered_any(tiny_model: P
 
 
 @pytest.mark.usefixtures("step_loads")
-def test_a_prefix_with_a_hole_ends_at_the_hole(tiny_model: Path, async_scheduling: bool) -> None:
+def test_prefix_with_a_hole_ends_at_the_hole(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ContractEngine(tiny_model, async_scheduling)
     rng = random.Random(4)
     ids = seeded_prompt(1, 41)

@@ -108,7 +108,7 @@ def test_transfers_do_not_begin_before_their_step(tiny_model: Path, async_schedu
 
 @pytest.mark.usefixtures("step_loads")
 @pytest.mark.parametrize("fails", [False, True], ids=["arrives", "fails"])
-def test_the_other_one_loads(tiny_model: Path, async_scheduling: bool, fails: bool) -> None:
+def test_other_connector_loads(tiny_model: Path, async_scheduling: bool, fails: bool) -> None:
     """Its loads are not ours to report or to count; what it brought may be stored by us."""
     engine = SharedEngine(tiny_model, async_scheduling)
     request_id = f"r{engine._next_id}"
@@ -145,7 +145,7 @@ def test_both_load_at_once(tiny_model: Path, async_scheduling: bool) -> None:
     engine.assert_conforms()
 
 
-def test_a_bound_pool_and_a_reset_reach_ours(tiny_model: Path) -> None:
+def test_bound_pool_and_a_reset_reach_ours(tiny_model: Path) -> None:
     engine = SharedEngine(tiny_model)
     engine.ask(IDS)
     assert engine.half.index.used_bytes
@@ -217,7 +217,7 @@ def test_ranks_agree_before_anything_is_planned(
         engine.assert_said(request_id, ids, 2)
 
 
-def test_a_refused_rank_says_so_once(tiny_model: Path) -> None:
+def test_refused_rank_says_so_once(tiny_model: Path) -> None:
     engine = SharedEngine(tiny_model, is_started=False)
     rank = engine.worker.sub_connectors[0]
     rank.worker_half, rank._must_report_refusal = None, True

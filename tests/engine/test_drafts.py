@@ -165,7 +165,7 @@ def drafting(
         yield drafts["method"], Drafting(engine), plain
 
 
-def test_a_tier_hit_is_a_device_hit(drafting: tuple[str, Drafting, list]) -> None:
+def test_tier_hit_is_a_device_hit(drafting: tuple[str, Drafting, list]) -> None:
     method, asked, plain = drafting
     engine = asked.engine
     cold = asked.ask(PROMPTS)

@@ -126,7 +126,7 @@ def test_probes_wait_for_steps_without_prefills(
     second.close()
 
 
-def test_a_fast_daemon_is_used(
+def test_fast_daemon_is_used(
     tiny_model: Path, daemon: DaemonProcess, async_scheduling: bool
 ) -> None:
     asked = prompts(22, 24)
@@ -141,7 +141,7 @@ def test_a_fast_daemon_is_used(
     second.close()
 
 
-def test_the_first_hits_after_a_restart_are_loaded_from_the_ssd(
+def test_first_hits_after_a_restart_are_loaded_from_the_ssd(
     tiny_model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither its speed nor the model's was ever seen. The daemon knows its disk."""
@@ -187,7 +187,7 @@ def test_the_first_hits_after_a_restart_are_loaded_from_the_ssd(
         second.close()
 
 
-def test_the_prefill_time_that_hits_save_is_estimated(tiny_model: Path) -> None:
+def test_prefill_time_that_hits_save_is_estimated(tiny_model: Path) -> None:
     asked = prompts(31, 4, 80, 90)
     with FaultyDaemon() as daemon:
         toy = engine_at(tiny_model, daemon.address, cpu_blocks=400)
@@ -204,7 +204,7 @@ def test_the_prefill_time_that_hits_save_is_estimated(tiny_model: Path) -> None:
         toy.close()
 
 
-def test_the_head_comes_from_the_cpu_tier_and_a_slow_rest_is_computed(tiny_model: Path) -> None:
+def test_head_comes_from_the_cpu_tier_and_a_slow_rest_is_computed(tiny_model: Path) -> None:
     asked = prompts(23, 20, 80, 90)
     with FaultyDaemon() as slow:
         first = engine_at(tiny_model, slow.address)

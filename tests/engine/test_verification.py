@@ -50,7 +50,7 @@ def assert_at_rest(engine: ToyEngine) -> None:
     assert len(engine.half.index.slots()) == len(engine.half.index)
 
 
-def test_the_same_requests_are_always_chosen_and_as_many_as_asked_for() -> None:
+def test_same_requests_are_always_chosen_and_as_many_as_asked_for() -> None:
     ids = [f"chatcmpl-{n}" for n in range(4000)]
     chosen = [i for i in ids if is_chosen(i, 0.25)]
     assert 850 < len(chosen) < 1150
@@ -66,7 +66,7 @@ def test_engine_without_verification_has_no_verifier(tiny_model: Path) -> None:
     assert engine.worker.worker_half._verifier is None
 
 
-def test_a_hit_is_computed_and_found_equal(tiny_model: Path, async_scheduling: bool) -> None:
+def test_hit_is_computed_and_found_equal(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=256, extra_config=ALWAYS)
     ids = seeded_prompt(1)
     ask(engine, ids)
@@ -139,7 +139,7 @@ def test_blocks_of_windows_are_compared_too(
     engine.close()
 
 
-def test_a_bad_block_is_named_counted_and_evicted(
+def test_bad_block_is_named_counted_and_evicted(
     tiny_model: Path, async_scheduling: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=256, extra_config=ALWAYS)
@@ -180,7 +180,7 @@ def test_every_bad_block_is_named(tiny_model: Path, caplog: pytest.LogCaptureFix
     engine.close()
 
 
-def test_a_daemon_that_cannot_be_asked_to_forget_is_named(
+def test_daemon_that_cannot_be_asked_to_forget_is_named(
     tiny_model: Path, daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     toy = engine_at(tiny_model, daemon.endpoint)
@@ -236,7 +236,7 @@ def test_spare_slots_are_few_and_the_rest_follows_in_later_steps(
     engine.close()
 
 
-def test_a_request_that_ends_too_soon_leaves_blocks_unverified(tiny_model: Path) -> None:
+def test_request_that_ends_too_soon_leaves_blocks_unverified(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model, cpu_blocks=32, extra_config=ALWAYS)
     engine.copier.max_delay = 8
     ids = seeded_prompt(1)
@@ -265,7 +265,7 @@ def test_request_with_lost_adapter_reports_no_mismatch(tiny_model: Path) -> None
     engine.close()
 
 
-def test_an_idle_engine_goes_on_until_all_is_compared(tiny_model: Path) -> None:
+def test_idle_engine_goes_on_until_all_is_compared(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model, cpu_blocks=256, extra_config=ALWAYS)
     ids = seeded_prompt(1)
     ask(engine, ids)
@@ -290,7 +290,7 @@ def in_its_first_chunk(model: Path) -> tuple[ToyEngine, str]:
     return engine, request
 
 
-def test_an_aborted_request_leaves_nothing_behind(tiny_model: Path) -> None:
+def test_aborted_request_leaves_nothing_behind(tiny_model: Path) -> None:
     engine, request = in_its_first_chunk(tiny_model)
     assert engine.half.verification.has_open
     engine.abort(request)
@@ -302,7 +302,7 @@ def test_an_aborted_request_leaves_nothing_behind(tiny_model: Path) -> None:
     engine.close()
 
 
-def test_a_preempted_request_is_loaded_the_second_time(tiny_model: Path) -> None:
+def test_preempted_request_is_loaded_the_second_time(tiny_model: Path) -> None:
     engine, request = in_its_first_chunk(tiny_model)
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     engine.run()
