@@ -44,7 +44,7 @@ def counts(engine: ToyEngine, tier: str = CPU) -> dict[str, float]:
 
 def assert_at_rest(engine: ToyEngine) -> None:
     engine.assert_at_rest()
-    assert not engine.half.verification.has_open
+    assert not engine.half.ledger.has_open_comparisons
     assert not engine.half.ledger.fence._open
     # Spare slots went back: whatever is in use is readable.
     assert len(engine.half.index.slots()) == len(engine.half.index)
@@ -96,13 +96,13 @@ def test_missing_verdicts_do_not_keep_the_engine_stepping(
     report = engine.worker.build_connector_worker_meta
     engine.worker.build_connector_worker_meta = lambda: lost.append(report())
     ask(engine, ids)
-    assert not engine.half.verification.has_open
+    assert not engine.half.ledger.has_open_comparisons
     assert caplog.text.count("workers sent no report") == 1
     assert counts(engine)["skipped"] == 10
     engine.worker.build_connector_worker_meta = report
     for told in filter(None, lost):
         engine.half.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
-    while engine.half.verification._ledger._open:  # what ends now is reported with later steps
+    while engine.half.ledger._comparisons:  # what ends now is reported with later steps
         ask(engine, ids[:2], 1)
     assert counts(engine) == {"verified": 0, "inexact": 0, "different": 0, "skipped": 10}
     assert_at_rest(engine)
@@ -292,7 +292,7 @@ def in_its_first_chunk(model: Path) -> tuple[ToyEngine, str]:
 
 def test_aborted_request_leaves_nothing_behind(tiny_model: Path) -> None:
     engine, request = in_its_first_chunk(tiny_model)
-    assert engine.half.verification.has_open
+    assert engine.half.ledger.has_open_comparisons
     engine.abort(request)
     engine.run()
     found = counts(engine)
@@ -323,7 +323,7 @@ def test_after_a_reset_nothing_is_believed(tiny_model: Path) -> None:
     engine.drop_gpu_cache()
     engine.add(ids, 6)
     engine.step()
-    assert engine.half.verification.has_open
+    assert engine.half.ledger.has_open_comparisons
     engine.scheduler.connector.reset_cache()
     engine.run()
     assert counts(engine) == {"verified": 0, "inexact": 0, "different": 0, "skipped": 30}
@@ -341,7 +341,7 @@ def test_blocks_reported_invalid_to_vllm_report_no_mismatch(tiny_model: Path) ->
     engine.drop_gpu_cache()
     engine.add(ids, 6)
     engine.step()
-    assert engine.half.verification.has_open
+    assert engine.half.ledger.has_open_comparisons
     engine.half._recover_from_invalid_blocks({0})
     engine.run()
     assert counts(engine)["different"] == 0
