@@ -69,6 +69,7 @@ def test_verification_worst_verdict_of_all_ranks_counts() -> None:
     assert bench.ledger.fence.take() == job
     bench.verification.report(job, [[EQUAL, CLOSE, EQUAL, NOT_COMPARED]])
     assert bench.index.pinned_slots()
+    assert bench.ledger.has_open
     assert bench.ledger.has_open_comparisons
     bench.verification.report(job, [[EQUAL, EQUAL, DIFFERENT, DIFFERENT]])
     assert bench.held(keys) == [b"a", b"b"]
