@@ -50,9 +50,9 @@ _CYCLES = """\
 
 
 _SHARDS_INTRO = """\
-What `portable_shards` costs a copy, in GB/s, beside one large copy (*memcpy*): `in N` is a rank that
-holds N shards, whose blocks are divided into N times as many pieces; `in 1` one whose blocks are
-not divided. BLHNC is the layout that the connector asks for, LBNHC vLLM's own. `staged` goes
+What `portable_shards` costs a copy, in GB/s, beside one large copy (*memcpy*): `in N` is a rank
+that holds N shards, whose blocks are divided into N times as many pieces; `in 1` one whose blocks
+are not divided. BLHNC is the layout that the connector asks for, LBNHC vLLM's own. `staged` goes
 through a small buffer, `direct` is a kernel on mapped memory, `apart` are shards in slots of their
 own, as in the memory of a daemon on the same host.
 """
