@@ -237,13 +237,16 @@ class Runner:
             played = plan(workload, args.seed, args.trace, longest).sessions
             # Blocks that are not full take a little more than their tokens.
             tokens = distinct_tokens(played) * 11 // 10 + 4 * longest
+        address = None
+        if daemon is not None:
+            address = daemon.endpoint if mode == "tiered_daemon_tcp" else daemon.ipc
         return engine_configs.chat_spec(
             mode,
             tokens,
             args.tiny,
             args.cpu_gib,
             args.daemon_cpu_gib,
-            daemon and (daemon.endpoint if mode == "tiered_daemon_tcp" else daemon.ipc),
+            address,
             workload.requests_that_fit if mode == "limit_seqs" else None,
             shares_device=args.together > 1,
         )

@@ -40,6 +40,7 @@ SECTIONS: list[Callable[[Results], str]] = [
     throughput.section,
     copies.token_section,
     copies.block_section,
+    copies.shard_section,
     tiers.daemon_section,
     tiers.ssd_section,
     tiers.distributed_section,

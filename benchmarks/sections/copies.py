@@ -49,6 +49,32 @@ _CYCLES = """\
 """
 
 
+_SHARDS_INTRO = """\
+What `portable_shards` costs a copy, in GB/s, beside one large copy (*memcpy*): `in N` is a rank
+that holds N shards, whose blocks are divided into N times as many pieces; `in 1` one whose blocks
+are not divided. BLHNC is the layout that the connector asks for, LBNHC vLLM's own. `staged` goes
+through a small buffer, `direct` is a kernel on mapped memory, `apart` are shards in slots of their
+own, as in the memory of a daemon on the same host.
+"""
+
+
+def shard_section(results: Results) -> str:
+    found = results.of("shard_copy")
+    if not found:
+        return ""
+    return "\n".join(["## Copies of shards\n", _SHARDS_INTRO, *map(_shards, found)])
+
+
+def _shards(result: Result) -> str:
+    shapes: dict[str, Any] = result.data["shapes"]
+    parts = [measured_on(result)]
+    for way, title in (("in", "Host to device"), ("out", "Device to host")):
+        names = list(dict.fromkeys(name for shape in shapes.values() for name in shape[way]))
+        rows = [[name, *(number(one[way].get(name)) for one in shapes.values())] for name in names]
+        parts.append(f"{title}:\n\n{table(['', *shapes], rows)}")
+    return "\n".join(parts)
+
+
 def block_section(results: Results) -> str:
     found = results.of("block_copy")
     if not found:

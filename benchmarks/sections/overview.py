@@ -211,10 +211,13 @@ def _restart(results: Results) -> str:
 
 
 def _storing(results: Results) -> str:
-    run = _named(results, "chats_prefill-")
-    if run is None:
-        return ""
-    parts = [_STORING]
+    runs = [_named(results, f"{name}-") for name in ("chats_prefill", "chats_prefill_tcp")]
+    found = [_storing_run(run) for run in runs if run is not None]
+    return "\n".join([_STORING, *found]) if found else ""
+
+
+def _storing_run(run: Result) -> str:
+    parts = []
     for modes in run.data["derived"]["workloads"].values():
         rows = [
             [

@@ -549,6 +549,7 @@ def test_modes_are_engines_with_the_same_host_memory() -> None:
     assert extra == {
         "tiered": {"cpu_memory": forty},
         "tiered_daemon": {"cpu_memory": 4 << 30, "remote": "ipc:///kv"},
+        "tiered_daemon_tcp": {"cpu_memory": 4 << 30, "remote": "ipc:///kv"},
         "offloading": {"cpu_bytes_to_use": forty},
         "offloading_blhnc": {"cpu_bytes_to_use": forty},
         "simple": {"cpu_bytes_to_use": forty},
