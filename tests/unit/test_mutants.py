@@ -70,7 +70,7 @@ def test_unbroken_tests_that_run_out_of_time_are_no_verdict(
 
 def test_names_are_unique_and_every_important_folder_has_a_mutation() -> None:
     assert max(Counter(mutation.name for mutation in MUTATIONS).values()) == 1
-    rooms = Counter(mutation.path.split("/")[0] for mutation in MUTATIONS)
+    folders = Counter(mutation.path.split("/")[0] for mutation in MUTATIONS)
     important = {"csrc", "core", "cache", "device", "stores", "remote", "server", "connector"}
-    assert set(rooms) >= important
+    assert set(folders) >= important
     assert (ROOT / PACKAGE).is_dir()
