@@ -187,6 +187,34 @@ def test_the_first_hits_after_a_restart_are_loaded_from_the_ssd(
         second.close()
 
 
+def test_first_hits_on_a_gpu_are_loaded_and_their_ends_measure_the_model(
+    tiny_model: Path,
+    daemon: DaemonProcess,
+    async_scheduling: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vllm_tiered_kv.cache.cost_model._ASSUMED_PREFILL", 20.0)
+    asked = prompts(27, 6, 85, 89)  # 21 whole blocks each
+    first = engine_at(tiny_model, daemon.endpoint, async_scheduling=async_scheduling)
+    serve(first, asked)
+    first.close()
+    second = engine_at(tiny_model, daemon.endpoint, async_scheduling=async_scheduling)
+    slow_down(second, 0.01)
+    costs = second.half.load_policy.costs
+    costs._computes_on_cpu = False
+    computed: list[int] = []
+    for n, ids in enumerate(asked, 1):
+        before = total(second, names.HIT_TOKENS, REMOTE)
+        serve(second, [ids])
+        computed.append(84 - int(total(second, names.HIT_TOKENS, REMOTE) - before))
+        assert costs.prefill._count == min(n, 3), "each of these steps was timed"
+    assert computed == [8, 8, 8, 0, 0, 0], "a quarter of a step"
+    assert decisions(second, REMOTE) == {"shorten": 3, "load": 3}
+    assert total(second, names.RECOMPUTED_TOKENS, REMOTE) == 3 * 8
+    assert total(second, names.LOAD_FAILURES) == 0
+    second.close()
+
+
 def test_the_prefill_time_that_hits_save_is_estimated(tiny_model: Path) -> None:
     asked = prompts(31, 4, 80, 90)
     with FaultyDaemon() as daemon:
