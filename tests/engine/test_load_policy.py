@@ -17,9 +17,11 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request
 
 from tests.daemon.daemon_process import DaemonProcess
+from tests.engine.made_configs import WITH_RECURRENT_STATES
 from tests.engine.toy_asking import total
 from tests.engine.toy_at_daemon import REMOTE, engine_at, prompts, serve, whole_blocks
 from tests.engine.toy_engine import ToyEngine
+from tests.engine.toy_groups import STATE
 from tests.remote.faulty_daemon import FaultyDaemon
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import ProbeJob, PutJob
@@ -212,6 +214,26 @@ def test_first_hits_on_a_gpu_are_loaded_and_their_ends_measure_the_model(
     assert decisions(second, REMOTE) == {"shorten": 3, "load": 3}
     assert total(second, names.RECOMPUTED_TOKENS, REMOTE) == 3 * 8
     assert total(second, names.LOAD_FAILURES) == 0
+    second.close()
+
+
+@WITH_RECURRENT_STATES
+def test_hit_of_a_recurrent_model_is_loaded_whole_without_a_state_for_a_shorter_one(
+    tiny_model: Path, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it would be computed to measure the model."""
+    monkeypatch.setattr("vllm_tiered_kv.cache.cost_model._ASSUMED_PREFILL", 20.0)
+    asked = prompts(28, 4, 85, 89)
+    settings = {"windows": (None, STATE), "retention": 0}
+    first = engine_at(tiny_model, daemon.endpoint, **settings)
+    serve(first, asked)
+    first.close()
+    second = engine_at(tiny_model, daemon.endpoint, **settings)
+    slow_down(second, 0.01)
+    second.half.load_policy.costs._computes_on_cpu = False
+    serve(second, asked)
+    assert decisions(second, REMOTE) == {"load": 4}
+    assert total(second, names.HIT_TOKENS, REMOTE) == 4 * 84
     second.close()
 
 

@@ -14,6 +14,7 @@ from tests.patience import examples
 from tests.unit.simulated_engine import (
     BLOCK,
     BYTES_PER_TOKEN,
+    STEP_TOKENS,
     Decider,
     Engine,
     Model,
@@ -117,6 +118,20 @@ def test_first_hits_after_start_are_loaded_and_their_ends_measure_the_model(
     slow.speeds[Tier.SSD].announce(0.2e9)
     spans = [span(Tier.SSD, 10240)]
     assert not slow.choose(0, 0, spans).tokens, "2.9 s, against 2 s of the slowest model"
+
+
+@pytest.mark.parametrize("lengths", [(1024, 10240), (20480, 1024)])
+def test_hits_of_another_length_measure_the_model_again(lengths: tuple[int, int]) -> None:
+    engine = Engine(lambda n: 5e9)
+    for length in lengths:
+        measured = []
+        for _ in range(5):
+            spans = [span(Tier.SSD, length)]
+            measured.append(engine.decider.choose(engine.now, 0, spans).measured)
+            engine.ask(length + 1, length)
+            engine.decider.costs.step_ended(1, length, 0.008)
+        assert measured[0] == min(length, STEP_TOKENS) // 4
+        assert measured[3:] == [0, 0]
 
 
 def test_only_the_first_hit_after_a_start_is_loaded_although_computing_is_faster() -> None:

@@ -11,6 +11,8 @@ Memory on this host (the CPU tier and a mapped daemon's memory) is trusted: bloc
 loaded. Its copies run at bus speed. If they seem slow, they wait for the steps of a busy engine,
 and computing instead would make it even busier.
 
+While the prefill speed is not known, the end of a hit is computed, which measures it.
+
 The module reads no clock: callers pass times and lengths.
 """
 
