@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -220,6 +221,39 @@ def test_unfinished_messages_beyond_limit_drop_clients(
         # 640 MiB were sent. Much arrives between two checks.
         assert daemon.peak_rss_bytes() - before < 400 * MIB
         assert honest.get([key(0)]) == blocks(1)
+
+
+def send_tiny_parts(endpoint: str, megabytes: int) -> None:
+    """Sends a message of empty parts, for which zmq needs 32 times as much memory as for their
+    bytes, and does not end it."""
+    with ZmtpClient(endpoint) as client:
+        for _ in range(16 * megabytes):
+            client.send(b"\x01\x00" * (32 << 10))
+            time.sleep(0.01)  # 200 MB of memory a second: little arrives between two checks
+
+
+@pytest.mark.parametrize("over", ["tcp", "ipc"])
+def test_message_of_very_many_tiny_parts_drops_client(
+    start: StartDaemon, connect: Connect, over: str
+) -> None:
+    daemon = start(*LIMIT[:2], "--network-memory", "160MiB", "--prefault", "false")
+    honest = connect(daemon.endpoint)
+    honest.put(blocks(1))
+    before = daemon.rss_bytes()
+    endpoint = daemon.endpoint if over == "tcp" else daemon.ipc
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            send_tiny_parts(endpoint, 20)  # 640 MiB
+        assert honest.get([key(0)]) == blocks(1)
+        with RawClient(endpoint) as another:
+            another.hello()
+            assert another.get([key(0)]) == blocks(1)
+        # malloc keeps the end of a heap, at most 64 MiB.
+        eventually(lambda: daemon.rss_bytes() - before < 100 * MIB)
+    assert TOO_MUCH in daemon.logs
+    assert daemon.peak_rss_bytes() - before < 320 * MIB
+    assert honest.stats()["dropped_clients"] == 2
+    assert honest.stats()["network_bytes"] < MIB
 
 
 _DAEMON_THAT_TRIMS_SOON = """
