@@ -66,7 +66,8 @@ _TRIM_PEAK_BYTES = 256 << 20
 _FRAME_BYTES = 64  # upper bound for the overhead of a frame on the wire, also with encryption
 _HEARTBEAT_BYTES = 64  # per second
 _PART_FACTOR = 32  # zmq uses 64 bytes for a part, which takes at least 2 bytes on the wire
-_SUSPECT_SILENCE_S = 1.0
+_SUSPECT_SILENCE_S = 1.0  # of an ipc client
+_OTHER_BYTES = 256 << 20  # growth that ipc clients are not suspected of, as of buffers of the tiers
 _RECEIVED = struct.Struct("=Q")  # tcpi_bytes_received of struct tcp_info; since Linux 4.1
 _RECEIVED_AT = 128
 _INFO_BYTES = _RECEIVED_AT + _RECEIVED.size
@@ -108,7 +109,8 @@ class Connections:
         on_closed: Callable[[Peer], None] = lambda peer: None,
         index_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`index_bytes` returns an upper bound of the memory of the tiers' indexes. `on_client_shed` is called with the reason for a client that is disconnected because
+        """`index_bytes` returns an upper bound of the memory of the tiers' indexes.
+        `on_client_shed` is called with the reason for a client that is disconnected because
         messages use too much memory; `on_closed` when the connection of a client has ended."""
         self._reactor = reactor
         self._network = network
@@ -261,9 +263,11 @@ class Connections:
         for why, count in (+reasons).items():
             logger.info("closed %d connections: %s", count, why)
         self._estimate_parts(elapsed)
-        self._network.unfinished = sum(one.unfinished + one.part_bytes for one in self._open.values())
-        self._shed()
+        self._network.unfinished = sum(
+            one.unfinished + one.part_bytes for one in self._open.values()
+        )
         self._shed_silent()
+        self._shed()
         self._log_shed()
         self._trim_heap(elapsed)
 
@@ -327,10 +331,13 @@ class Connections:
                 if one.had_message:
                     one.others_bytes = min(before, now)
                 one.had_message = False
-            elif one.unfinished <= _MIN_UNFINISHED_BYTES:
-                one.others_bytes, one.part_bytes = now, 0
-            else:
+                continue
+            if not one.unfinished_s:
+                one.others_bytes = min(before, now)
+            if one.unfinished > _MIN_UNFINISHED_BYTES:
                 limits[one] = min(_PART_FACTOR * one.unfinished, now - one.others_bytes)
+            else:
+                one.part_bytes = 0
         if self._is_freeing or not limits:
             return
         grown = now - min(one.others_bytes for one in limits)
@@ -350,7 +357,8 @@ class Connections:
             return
         grown = self._unexplained - min(one.others_bytes for _, one in suspects)
         of_tcp = _PART_FACTOR * sum(one.unfinished for one in self._open.values())
-        if self._network.total + grown - of_tcp <= self._network.limit:
+        excess = grown - of_tcp - _OTHER_BYTES
+        if excess <= 0 or self._network.total + excess <= self._network.limit:
             return
         for descriptor, one in suspects:
             self._shed_client(descriptor, Peer(one.listener, one.identity or b""))
@@ -399,8 +407,9 @@ class Connections:
             before = connection.unfinished
         elif connection.had_message:
             before = 0
+        has_begun = connection.had_message  # the unfinished message, since the last check
         connection.had_message = False
-        if before <= _MIN_UNFINISHED_BYTES:
+        if before <= _MIN_UNFINISHED_BYTES or has_begun:
             connection.unfinished_s = connection.stalled_s = 0.0
         else:
             connection.unfinished_s += elapsed
