@@ -158,7 +158,7 @@ def test_libraries_of_stores_are_loaded_only_for_them() -> None:
         "from vllm_tiered_kv.connector.worker.remote_io import open_cluster\n"
         "config = TieredKVConfig.load({'remote': 'tcp://127.0.0.1:1'})\n"
         "open_cluster(config, IDENTITY).close()\n"
-        "assert not {'mooncake', 'redis'} & set(sys.modules)\n"
+        "assert not {'mooncake', 'obstore', 'redis'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
 
