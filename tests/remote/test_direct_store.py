@@ -130,7 +130,7 @@ def test_daemon_with_the_same_store_behind_it_shares_the_blocks(url: str) -> Non
         (
             "file:///mnt/kv",
             "remote: 'file:///mnt/kv' is not an address; that of a daemon starts with tcp:// or "
-            "ipc://, that of a store with mooncake:// (needs pip install 'vllm-tiered-kv[mooncake]')",
+            "ipc://, that of a store with mooncake:// (needs pip install 'vllm-tiered-kv[moon",
         ),
         ("valkey://kv:secret@a", "remote: 'valkey://kv:***@a' is not an address; that"),
         ("a:1", "remote: 'a:1' is not an address; write it like \"tcp://host:9527\""),
