@@ -428,9 +428,7 @@ class ToyEngine:
                 for cache in self.caches:
                     group.rows(cache)[table[written], place[written]] = -4
                 return [VOCAB]
-            group.forward(
-                request_id, self.caches, blocks, right, span, self._before_layer
-            )
+            group.forward(request_id, self.caches, blocks, right, span, self._before_layer)
             if group.window == EXPORTED_STATE:
                 self._export_state(group, blocks, right, span)
         # A chunk that ends before the last known token samples nothing: a part of a prompt, or of a
