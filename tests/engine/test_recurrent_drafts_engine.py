@@ -27,10 +27,8 @@ MTP = {"method": "mtp", "num_speculative_tokens": 2}
 COUNT = 24
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
-def drafting(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Drafting, HostKernel]]:
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Drafting, HostKernel]]:
     model = window_models.write(tmp_path_factory.mktemp("model"), MODEL)
     with (
         on_cpu() as after,
@@ -41,7 +39,6 @@ def drafting(
             dtype="bfloat16",
             prefix_cache_retention_interval=None,  # vLLM keeps the states of answers too
             speculative_config=MTP,
-            async_scheduling=request.param,
         ) as engine,
     ):
         assert engine.half is not None
@@ -77,14 +74,15 @@ def test_a_tier_hit_is_a_device_hit(fresh: Drafting, drafting: tuple[Drafting, H
         (cold,) = fresh.ask([ids], 2 * block)
         assert 0 < fresh.accepted < fresh.drafted
         turn = [*ids, *cold.tokens, 5, 6, 7]
+        # vLLM alone loses the state at a boundary that a step passes by more than a token.
+        (first_turn,) = fresh.ask([turn], COUNT)
+        ends_in_answers.append(first_turn.cached > len(ids))
         right = []
         for asked in (ids, turn):
             (answer,) = fresh.ask([asked], COUNT)
             right.append((answer, fresh.accepted, fresh.drafted))
-        device, device_turn = right[0][0], right[1][0]
-        assert device.cached == ((len(ids) - 1) // block - 1) * block
-        assert device.tokens == cold.tokens[:COUNT]
-        ends_in_answers.append(device_turn.cached > len(ids))
+        assert right[0][0].cached == ((len(ids) - 1) // block - 1) * block
+        assert right[0][0].tokens == cold.tokens[:COUNT]
         for asked, expected in zip((ids, turn), right, strict=True):
             answer = loaded_by(asked)
             assert (answer, fresh.accepted, fresh.drafted) == expected
@@ -129,7 +127,7 @@ def test_verification_leaves_out_the_inputs_of_drafts(
     group = next(group for group in engine.half._groups if group.is_recurrent)
     ahead = engine.half._engine.draft_lookahead
     block = group.block_size
-    state_in_tier(engine, group, ids[: block + ahead])[-2] ^= 0x55
+    state_in_tier(engine, group, ids[: block + ahead])[-1024:] ^= 0x15
     engine.drop_gpu_cache()
     fresh.ask([ids], COUNT)
     assert engine.total(names.DIFFERING_BLOCKS) > 0
