@@ -100,8 +100,8 @@ class StatePart(NamedTuple):
 
 def state_parts(kv_cache_config: KVCacheConfig) -> dict[str, list[StatePart]]:
     """Returns the parts of each recurrent layer's state, as they follow each other in a block. vLLM
-    registers the whole as bytes. With speculative decoding the convolution's part, the first one,
-    ends with the inputs of drafts, which are undefined in a state that is cached."""
+    registers the whole as bytes. With speculative decoding those of convolutions, all but the last,
+    end with the inputs of drafts, which are undefined in a state that is cached."""
     parts: dict[str, list[StatePart]] = {}
     for group in kv_cache_config.kv_cache_groups:
         for name in _own_layers(kv_cache_config, group.layer_names):
@@ -111,10 +111,10 @@ def state_parts(kv_cache_config: KVCacheConfig) -> dict[str, list[StatePart]]:
                     StatePart(
                         math.prod(shape) * dtype.itemsize,
                         str(dtype),
-                        bool(number) or not spec.num_speculative_blocks,
+                        number == len(spec.shapes) or not spec.num_speculative_blocks,
                     )
                     for number, (shape, dtype) in enumerate(
-                        zip(spec.shapes, spec.dtypes, strict=True)
+                        zip(spec.shapes, spec.dtypes, strict=True), 1
                     )
                 ]
     return parts
