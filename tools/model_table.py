@@ -146,7 +146,7 @@ ROWS = (
             "tests/gpu/test_recurrent_drafts_gpu.py::test_a_tier_hit_is_a_device_hit",
         ),
         "MTP, EAGLE, draft models and n-gram; hits end a block earlier with MTP and EAGLE, as in "
-        "vLLM's own cache. Only engines that draft the same number of tokens share states. Shown "
+        "vLLM's own cache. Only engines that draft the same number of tokens share blocks. Shown "
         "for GDN on CPUs, where a stand-in moves states that vLLM's kernels move on GPUs, for the "
         "rest with vLLM's schedulers, and not yet on a GPU",
     ),
