@@ -303,6 +303,8 @@ class LoadPlanner:
             self._alignment,
             daemon_ranges,
         )
+        # vLLM's own cache, which may hold the blocks too by then, finds a block less with EAGLE.
+        shared -= self._alignment * self._engine.drops_last_block
         request = state.request
         if shared > max(found, request.shared_prefix_boundary):
             request.shared_prefix_boundary = shared
