@@ -15,6 +15,7 @@ SETUP := $(PYTHON) tools/setup_env.py
 UNIT := .venv-unit
 LINT := .venv-lint
 DOCS := .venv-docs
+MUTATE := .venv-mutate
 FULL := .venv
 CXX_FILES := $(wildcard $(foreach e,c cc cpp cu cuh h hpp,csrc/*.$(e) csrc/*/*.$(e)))
 
@@ -24,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo chat test test-all unit daemon matrix soak lint check-native asan tsan coverage mutants \
-  gpu-test gpu-sanitize docs docs-serve format wheel wheels clean distclean
+  mutate gpu-test gpu-sanitize docs docs-serve format wheel wheels clean distclean
 
 ##@ Try it
 demo: ## ask a small real model about a long text, cold and from the CPU tier
@@ -86,6 +87,10 @@ mutants: ## break one guard after the other on purpose, and see that tests fail
 	@$(SETUP) --env $(FULL) --profile full
 	$(FULL)/bin/python -m tools.mutants
 
+mutate: ## break one MODULE in every way that mutmut knows, and see what its unit TESTS miss
+	@$(SETUP) --env $(MUTATE) --profile mutate
+	@$(MUTATE)/bin/python -m tools.mutate $(MODULE) $(TESTS)
+
 gpu-test: ## run the tests that need an NVIDIA GPU
 	@$(SETUP) --env $(FULL) --profile full
 	$(FULL)/bin/python -m tools.gpu_tests $(PYTEST_FLAGS)
@@ -127,7 +132,7 @@ clean: ## remove what was built, keep the environments
 	find vllm_tiered_kv tests examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environments too
-	rm -rf $(UNIT) $(LINT) $(DOCS) $(FULL) .venv-matrix-*
+	rm -rf $(UNIT) $(LINT) $(DOCS) $(MUTATE) $(FULL) .venv-matrix-*
 
 help: ## show this list
 	@awk 'BEGIN { FS = ":.*## " } \

@@ -16,7 +16,7 @@ from benchmarks.result_files import spread
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed question to one engine."""
+    """One timed prompt to one engine."""
 
     group: int
     """Engines of one group ran side by side; only those are compared."""

@@ -118,7 +118,7 @@ class Engine:
         }
 
     def time_hooks(self, prompt: list[int], times: int) -> dict[str, float]:
-        """Milliseconds that each hook of the connector takes of a question, on average."""
+        """Milliseconds that each hook of the connector takes per request, on average."""
         if self._scheduler.connector is None:
             return {}
         clock = HookClock(type(self._scheduler.connector))

@@ -131,7 +131,7 @@ class EngineProcess:
         return found
 
     def time_hooks(self, prompt: Sequence[int], times: int) -> dict[str, float]:
-        """Milliseconds that each hook of the connector takes of a question, on average."""
+        """Milliseconds that each hook of the connector takes per request, on average."""
         found: dict[str, float] = self._call("time_hooks", prompt=list(prompt), times=times)
         return found
 
@@ -253,7 +253,7 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
     }
 
 
-_REPLY_TIMEOUT_S = 120.0  # far more than any question here takes; a run has a budget
+_REPLY_TIMEOUT_S = 120.0  # far more than any request here takes; a run has a budget
 _MARGIN_MIB = 1024  # what a connector takes on the device beside a plain engine
 
 

@@ -62,7 +62,7 @@ ROWS = (
         State.CACHED,
         (
             _kinds("test_full_attention"),
-            "tests/gpu/test_engine_gpu.py::test_a_tier_hit_is_a_device_hit",
+            "tests/gpu/test_engine_gpu.py::test_tier_hit_is_a_device_hit",
         ),
     ),
     Row(
@@ -102,7 +102,7 @@ ROWS = (
         "Sliding window",
         State.CACHED,
         (
-            "tests/engine/test_windows.py::test_a_repeated_prompt_loads_what_its_windows_reach",
+            "tests/engine/test_windows.py::test_repeated_prompt_loads_what_its_windows_reach",
             "tests/engine/test_window_engines.py::test_each_prompt_is_found_as_by_vllm_itself",
         ),
         "only the blocks of the last window are loaded, not the prefix before it",
@@ -114,7 +114,7 @@ ROWS = (
             "tests/engine/test_window_engines.py::test_each_prompt_is_found_as_by_vllm_itself",
             "tests/engine/test_window_daemon.py::test_another_engine_finds_what_the_first_one_stored",
             "tests/engine/test_remote_windows.py::test_random_clients_of_two_engines",
-            "tests/gpu/test_windows_gpu.py::test_a_tier_hit_is_a_device_hit",
+            "tests/gpu/test_windows_gpu.py::test_tier_hit_is_a_device_hit",
         ),
     ),
     Row(
@@ -124,8 +124,8 @@ ROWS = (
         (
             "tests/engine/test_recurrent_engine.py::test_each_prompt_is_found_as_by_vllm_itself",
             "tests/engine/test_recurrent.py::test_random_clients",
-            "tests/engine/test_remote_windows.py::test_a_second_engine_finds_recurrent_states",
-            "tests/gpu/test_recurrent_gpu.py::test_a_tier_hit_is_a_device_hit",
+            "tests/engine/test_remote_windows.py::test_second_engine_finds_recurrent_states",
+            "tests/gpu/test_recurrent_gpu.py::test_tier_hit_is_a_device_hit",
         ),
         "a hit ends where vLLM keeps a state: at the last full block of a prompt and where prompts "
         "diverge, or more often with --prefix-cache-retention-interval. vLLM's CPU back-end runs "
@@ -142,8 +142,8 @@ ROWS = (
         State.CACHED,
         (
             "tests/engine/test_recurrent_drafts.py::test_random_clients",
-            "tests/engine/test_recurrent_drafts_engine.py::test_a_tier_hit_is_a_device_hit",
-            "tests/gpu/test_recurrent_drafts_gpu.py::test_a_tier_hit_is_a_device_hit",
+            "tests/engine/test_recurrent_drafts_engine.py::test_tier_hit_is_a_device_hit",
+            "tests/gpu/test_recurrent_drafts_gpu.py::test_tier_hit_is_a_device_hit",
         ),
         "MTP, EAGLE, draft models and n-gram; hits end a block earlier with MTP and EAGLE, as in "
         "vLLM's own cache. Only engines that draft the same number of tokens share blocks. Shown "
@@ -187,7 +187,7 @@ ROWS = (
             "tests/engine/test_latent_windows.py"
             "::test_blocks_of_deepseek_v4_are_the_bytes_of_their_layers",
             "tests/engine/test_windows.py::test_random_clients",
-            "tests/gpu/test_latent_windows_gpu.py::test_a_tier_hit_is_a_device_hit",
+            "tests/gpu/test_latent_windows_gpu.py::test_tier_hit_is_a_device_hit",
         ),
         "its kernels need a GPU or a CPU with AMX, so a whole engine is tested on a GPU; there "
         "substitutes in PyTorch and Triton stood in for its TileLang and CuTe DSL kernels",
@@ -239,11 +239,10 @@ ROWS = (
         "Speculative decoding: EAGLE, EAGLE-3, MTP, a draft model",
         State.CACHED,
         (
-            "tests/engine/test_drafts.py::test_a_tier_hit_is_a_device_hit",
+            "tests/engine/test_drafts.py::test_tier_hit_is_a_device_hit",
             "tests/engine/test_toy_speculation.py"
             "::test_random_clients_of_drafting_engines_read_no_wrong_kv",
-            "tests/engine/test_namespace.py"
-            "::test_a_draft_model_changes_the_namespace_by_its_content",
+            "tests/engine/test_namespace.py::test_draft_model_changes_the_namespace_by_its_content",
             _gpu("test_drafts"),
         ),
         "draft layers are cached with those of the model; with EAGLE and MTP hits end one block "
@@ -291,7 +290,7 @@ ROWS = (
     Row(
         "Encoder-decoders (Whisper)",
         State.REFUSED,
-        (_kinds("test_an_encoder_decoder_is_refused_by_vllm"),),
+        (_kinds("test_encoder_decoder_is_refused_by_vllm"),),
         "vLLM 0.32 does not start them with any KV connector",
     ),
     Row(
@@ -322,7 +321,7 @@ ROWS = (
             "tests/engine/test_ranks.py"
             "::test_random_clients_of_hybrids_whose_states_are_not_divided",
             "tests/engine/test_namespace.py"
-            "::test_the_tokens_that_a_rank_holds_of_a_block_change_the_namespace",
+            "::test_tokens_that_a_rank_holds_of_a_block_change_the_namespace",
         ),
         "a block stands for the tokens of all ranks of a DCP group, and blocks are shared only "
         "between engines with the same number of ranks and the same interleave size; several DCP "
@@ -411,7 +410,7 @@ _RECURRENT = (
     "a tiny Qwen3-Next",
     "tests/engine/test_recurrent_engine.py::test_each_prompt_is_found_as_by_vllm_itself",
 )
-_RECURRENT_GPU = "tests/gpu/test_recurrent_gpu.py::test_a_tier_hit_is_a_device_hit"
+_RECURRENT_GPU = "tests/gpu/test_recurrent_gpu.py::test_tier_hit_is_a_device_hit"
 
 NAMED = (
     NamedModel("Qwen3-8B", _published("qwen3", 36, 8, 128), *_FULL),
@@ -428,7 +427,7 @@ NAMED = (
         "DeepSeek-V4",
         {"model_type": "deepseek_v4", "num_hidden_layers": 61, "compress_ratios": [4, 128]},
         "a tiny DeepSeek-V4",
-        "tests/gpu/test_latent_windows_gpu.py::test_a_tier_hit_is_a_device_hit",
+        "tests/gpu/test_latent_windows_gpu.py::test_tier_hit_is_a_device_hit",
     ),
     NamedModel("Kimi-K2", _latent("kimi_k2", 61), *_MLA),
     NamedModel(

@@ -3,9 +3,9 @@
 
     python3 tools/setup_env.py --profile full
 
-Profiles: `unit` (this package and test tools, no torch), `lint` (linters only, the
-package is not built), `docs` (what builds the site, likewise), `full` (vLLM, the demo's
-model and everything above `unit`).
+Profiles: `unit` (this package and test tools, no torch), `mutate` (that and mutmut), `lint`
+(linters only, the package is not built), `docs` (what builds the site, likewise), `full`
+(vLLM, the demo's model and everything above `unit`).
 `full` installs the CUDA build of vLLM where `nvidia-smi` finds a GPU, the CPU build
 elsewhere. `unit` and `full` also install the Debian packages that tests use, where they may:
 as root, with apt-get. Needs nothing but the standard library.
@@ -109,6 +109,9 @@ def dependency_steps(profile: str, gpu: bool) -> list[Step]:
             Step("test tools and run-time dependencies", "about 25 MB", from_file("unit.txt"), 25),
             stores,
         ]
+    if profile == "mutate":
+        files = (*from_file("unit.txt"), "-r", str(REQUIREMENTS / "mutate.txt"))
+        return [Step("test tools and mutmut", "about 35 MB", files, 35)]
     if profile == "docs":
         return [Step("MkDocs with its theme", "about 20 MB", from_file("docs.txt"))]
     if profile == "lint":
@@ -408,7 +411,7 @@ def set_up(folder: Path, profile: str, force: bool, dependencies_only: bool) -> 
         dependency_digest(profile, gpu),
         dependency_steps(profile, gpu),
         [] if dependencies_only else package_steps(profile),
-        need_gib={"docs": 1, "unit": 1, "lint": 1, "full": 20 if gpu else 5}[profile],
+        need_gib={"docs": 1, "unit": 1, "mutate": 1, "lint": 1, "full": 20 if gpu else 5}[profile],
         force=force,
     )
 
@@ -477,7 +480,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--env", type=Path, default=ROOT / ".venv", help="folder to make")
-    parser.add_argument("--profile", choices=("unit", "lint", "docs", "full"), default="full")
+    parser.add_argument(
+        "--profile", choices=("unit", "mutate", "lint", "docs", "full"), default="full"
+    )
     parser.add_argument("--force", action="store_true", help="make it anew even if up to date")
     parser.add_argument(
         "--dependencies-only",

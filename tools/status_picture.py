@@ -2,7 +2,7 @@
 
 python -m tools.status_picture
 
-The traffic is made up: chats of two models ask for their history and add to it, and most questions
+The traffic is made up: chats of two models ask for their history and add to it, and most prompts
 are to recent chats. It needs chromium and chromium-driver.
 """
 

@@ -154,7 +154,7 @@ def test_reset_of_prefix_cache_and_connector_while_a_load_is_under_way(
 
 
 @pytest.mark.usefixtures("beside_loads")
-def test_a_pause_that_keeps_requests_lasts_until_loads_have_ended(
+def test_pause_that_keeps_requests_lasts_until_loads_have_ended(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     """Then nothing writes to the GPU any more. vLLM keeps the blocks of the request all the same,

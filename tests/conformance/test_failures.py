@@ -22,7 +22,7 @@ def warm(tiny_model: Path, async_scheduling: bool = False) -> ContractEngine:
     return engine
 
 
-def test_the_default_policy_of_vllm_would_end_such_requests(tiny_model: Path) -> None:
+def test_default_policy_of_vllm_would_end_such_requests(tiny_model: Path) -> None:
     """`fail` is vLLM's default; without a word from the user, the connector asks for more."""
     engine = ContractEngine(tiny_model)
     assert engine.config.kv_transfer_config.kv_load_failure_policy == "recompute"
@@ -92,7 +92,7 @@ def test_blocks_of_a_failed_load_are_never_found_by_others(
 
 
 @pytest.mark.usefixtures("beside_loads")
-def test_a_load_that_fails_after_its_request_was_aborted(
+def test_load_that_fails_after_its_request_was_aborted(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     engine = warm(tiny_model, async_scheduling)
@@ -108,7 +108,7 @@ def test_a_load_that_fails_after_its_request_was_aborted(
 
 
 @pytest.mark.usefixtures("beside_loads")
-def test_a_request_whose_load_failed_is_not_offered_another(
+def test_request_whose_load_failed_is_not_offered_another(
     tiny_model: Path, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a broken tier would keep it waiting for ever. The blocks stay in the index here,

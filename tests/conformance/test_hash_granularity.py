@@ -65,7 +65,7 @@ def test_blocks_stored_after_their_request_are_known_by_their_hash(
     engine.assert_conforms()
 
 
-def test_the_block_pool_has_the_last_word(tiny_model: Path) -> None:
+def test_block_pool_has_the_last_word(tiny_model: Path) -> None:
     """vLLM 0.31 does not tell the connector how fine its hashes are; the pool knows."""
     engine = engine_with(tiny_model, False, "full")
     engine.half.stores._hash_block_size = 8

@@ -59,7 +59,7 @@ def test_connector_implements_all_abstract_methods() -> None:
     assert not inspect.isabstract(TieredKVConnector)
 
 
-def test_the_constructor_takes_what_the_factory_gives() -> None:
+def test_constructor_takes_what_the_factory_gives() -> None:
     assert list(inspect.signature(TieredKVConnector).parameters) == [
         "vllm_config",
         "role",
@@ -75,7 +75,7 @@ def test_every_hook_vllm_calls_is_there(module: str) -> None:
     assert not missing
 
 
-def test_the_callers_are_the_right_ones() -> None:
+def test_callers_are_the_right_ones() -> None:
     """The search above finds something: the calls without which there is no cache."""
     found = {
         name

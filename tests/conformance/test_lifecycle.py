@@ -14,7 +14,7 @@ from tests.patience import mostly_slow
 
 
 @pytest.mark.usefixtures("beside_loads")
-def test_an_asynchronous_load_step_by_step(tiny_model: Path, async_scheduling: bool) -> None:
+def test_asynchronous_load_step_by_step(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ContractEngine(tiny_model, async_scheduling)
     ids = seeded_prompt(1, 41)
     engine.ask(ids)
@@ -122,7 +122,7 @@ def test_load_without_free_gpu_blocks_is_not_begun(
 
 
 @pytest.mark.usefixtures("step_loads")
-def test_a_loaded_request_is_preempted_and_starts_over(
+def test_loaded_request_is_preempted_and_starts_over(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     engine = ContractEngine(tiny_model, async_scheduling, gpu_blocks=24, cpu_blocks=64)

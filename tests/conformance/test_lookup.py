@@ -17,7 +17,7 @@ from vllm_tiered_kv.metrics import names
 def test_asking_changes_nothing(tiny_model: Path) -> None:
     """Two engines live the same life, but one is asked over and over: they evict alike."""
     survivors = []
-    for questions in (0, 7):
+    for polls in (0, 7):
         engine = ContractEngine(tiny_model, cpu_blocks=40)
         for seed in range(4):
             engine.ask(seeded_prompt(seed, 30))
@@ -25,7 +25,7 @@ def test_asking_changes_nothing(tiny_model: Path) -> None:
         request_id = engine.add(seeded_prompt(0, 30), 4)
         request, half = engine.requests[request_id], engine.half
         before = _look(engine)
-        for number in range(questions):
+        for number in range(polls):
             tokens, _ = engine.scheduler.connector.get_num_new_matched_tokens(
                 request, 8 if number % 2 else 0
             )
@@ -88,7 +88,7 @@ def test_blocks_on_the_gpu_are_not_offered_again(tiny_model: Path, async_schedul
     engine.assert_conforms()
 
 
-def test_a_request_that_must_not_read_the_cache_is_not_offered_any(tiny_model: Path) -> None:
+def test_request_that_must_not_read_the_cache_is_not_offered_any(tiny_model: Path) -> None:
     """vLLM marks requests whose prompt logprobs are wanted: all of the prompt is computed."""
     engine = ContractEngine(tiny_model)
     ids = seeded_prompt(1, 41)
@@ -103,7 +103,7 @@ def test_a_request_that_must_not_read_the_cache_is_not_offered_any(tiny_model: P
 
 
 @pytest.mark.usefixtures("step_loads")
-def test_a_prefix_with_a_hole_ends_at_the_hole(tiny_model: Path, async_scheduling: bool) -> None:
+def test_prefix_with_a_hole_ends_at_the_hole(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ContractEngine(tiny_model, async_scheduling)
     rng = random.Random(4)
     ids = seeded_prompt(1, 41)

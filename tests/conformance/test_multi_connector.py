@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 from vllm.v1.outputs import KVConnectorOutput
 
 from tests.conformance.contract_engine import ContractEngine
-from tests.conformance.neighbour import Neighbour
+from tests.conformance.other_connector import OtherConnector
 from tests.engine.toy_asking import seeded_prompt
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.connector.metadata import TieredKVWorkerMetadata
@@ -27,11 +27,11 @@ IDS = seeded_prompt(1, 41)
 
 
 @pytest.fixture(autouse=True)
-def _quiet_neighbour() -> Iterator[None]:
+def _quiet_other_connector() -> Iterator[None]:
     yield
-    Neighbour.offers.clear()
-    Neighbour.fails.clear()
-    Neighbour.is_pushed = False
+    OtherConnector.offers.clear()
+    OtherConnector.fails.clear()
+    OtherConnector.is_pushed = False
 
 
 @dataclass
@@ -42,7 +42,7 @@ class SharedEngine(ContractEngine):
         super().__post_init__()
         if self.is_started:
             self.run()  # as an engine does before its first request: ranks say how they cut blocks
-        Neighbour.deliver = self._write_right_kv
+        OtherConnector.deliver = self._write_right_kv
 
     def _transfer_config(self, options: dict[str, Any]) -> KVTransferConfig:
         return KVTransferConfig(
@@ -58,8 +58,8 @@ class SharedEngine(ContractEngine):
                         "kv_connector_extra_config": options,
                     },
                     {
-                        "kv_connector": "Neighbour",
-                        "kv_connector_module_path": "tests.conformance.neighbour",
+                        "kv_connector": "OtherConnector",
+                        "kv_connector_module_path": "tests.conformance.other_connector",
                         "kv_role": "kv_both",
                     },
                 ]
@@ -108,13 +108,13 @@ def test_transfers_do_not_begin_before_their_step(tiny_model: Path, async_schedu
 
 @pytest.mark.usefixtures("step_loads")
 @pytest.mark.parametrize("fails", [False, True], ids=["arrives", "fails"])
-def test_the_other_one_loads(tiny_model: Path, async_scheduling: bool, fails: bool) -> None:
+def test_other_connector_loads(tiny_model: Path, async_scheduling: bool, fails: bool) -> None:
     """Its loads are not ours to report or to count; what it brought may be stored by us."""
     engine = SharedEngine(tiny_model, async_scheduling)
     request_id = f"r{engine._next_id}"
-    Neighbour.offers[request_id] = 40
+    OtherConnector.offers[request_id] = 40
     if fails:
-        Neighbour.fails.add(request_id)
+        OtherConnector.fails.add(request_id)
     assert engine.add(IDS, 6) == request_id
     engine.run()
     engine.assert_said(request_id, IDS)
@@ -133,8 +133,8 @@ def test_both_load_at_once(tiny_model: Path, async_scheduling: bool) -> None:
     engine.ask(IDS)
     engine.drop_gpu_cache()
     other = seeded_prompt(2, 30)
-    Neighbour.offers["r2"] = 20
-    Neighbour.offers["r3"] = 40  # ours is asked first and has it
+    OtherConnector.offers["r2"] = 20
+    OtherConnector.offers["r3"] = 40  # ours is asked first and has it
     asked = [(engine.add(ids, 6), ids) for ids in (IDS, other, IDS)]
     assert [name for name, _ in asked] == ["r1", "r2", "r3"]
     engine.run()
@@ -145,7 +145,7 @@ def test_both_load_at_once(tiny_model: Path, async_scheduling: bool) -> None:
     engine.assert_conforms()
 
 
-def test_a_bound_pool_and_a_reset_reach_ours(tiny_model: Path) -> None:
+def test_bound_pool_and_a_reset_reach_ours(tiny_model: Path) -> None:
     engine = SharedEngine(tiny_model)
     engine.ask(IDS)
     assert engine.half.index.used_bytes
@@ -172,12 +172,12 @@ def test_our_statistics_are_distinguished_from_those_of_others(tiny_model: Path)
 def test_blocks_written_by_a_peer_while_a_step_is_planned_are_not_stored(tiny_model: Path) -> None:
     """It gets the blocks of a request that has ended, ahead of the step that would store them."""
     engine = SharedEngine(tiny_model, True, gpu_blocks=14, cpu_blocks=64, max_tokens_per_step=64)
-    Neighbour.is_pushed = True
+    OtherConnector.is_pushed = True
     first = engine.add(IDS, 4)  # the last block is full when the last token is known
     while not engine.requests[first].is_finished():
         engine.step()
     assert engine.half._next.stores_before
-    Neighbour.offers["r1"] = 40
+    OtherConnector.offers["r1"] = 40
     second = engine.add(seeded_prompt(2, 41), 6)
     engine.run()
     engine.assert_said(second, seeded_prompt(2, 41))
@@ -217,7 +217,7 @@ def test_ranks_agree_before_anything_is_planned(
         engine.assert_said(request_id, ids, 2)
 
 
-def test_a_refused_rank_says_so_once(tiny_model: Path) -> None:
+def test_refused_rank_says_so_once(tiny_model: Path) -> None:
     engine = SharedEngine(tiny_model, is_started=False)
     rank = engine.worker.sub_connectors[0]
     rank.worker_half, rank._must_report_refusal = None, True

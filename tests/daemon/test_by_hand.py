@@ -162,8 +162,8 @@ def test_protocol_page_in_shared_memory_works_as_documented(start: StartDaemon) 
         assert generation(offset) == written + 1
         assert hand.ask("get", width=WIDTH, keys=new, stream=False)["frames"] == [BLOCKS[1]]
 
-        question = {"width": 7, "keys": new[:7], "suffixes": [new[7:]], "length": 100}
-        borrowed = hand.ask("borrow", **question)
+        request = {"width": 7, "keys": new[:7], "suffixes": [new[7:]], "length": 100}
+        borrowed = hand.ask("borrow", **request)
         assert (borrowed["count"], borrowed["lent"]) == (1, 1)
         assert numbers_of(borrowed["offsets"]) == (offset,)
         assert hand.ask("release", leases=packed(borrowed["lease"]))["count"] == 1

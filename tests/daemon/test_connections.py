@@ -105,12 +105,12 @@ def keep_busy(daemon: DaemonProcess, number: int, stop: threading.Event) -> None
     """Keeps 64 requests in flight, so that the daemon always has messages waiting."""
     with RawClient(daemon.endpoint) as client:
         client.hello(namespace=bytes([number]) * 32)
-        question = wire.Contains(24, [key(n) for n in range(200)])
+        request = wire.Contains(24, [key(n) for n in range(200)])
         for _ in range(64):
-            client.send(question)
+            client.send(request)
         while not stop.is_set():
             client.receive()
-            client.send(question)
+            client.send(request)
 
 
 @pytest.mark.slow

@@ -519,6 +519,43 @@ def test_flush_writes_blocks_lost_by_failed_sync(
         assert all(ssd.contains([key(n) for n in LOST]))
 
 
+def lose_between_flushes(store: TieredStore, failing_sync: list[int]) -> None:
+    """As `lose_all`, by a sync of the SSD's own."""
+    for n in LOST:
+        assert put(store, n) is PutResult.STORED
+    store._demotion._behind[Tier.SSD.value].drain()
+    failing_sync[0] = 1
+    assert store.ssd is not None
+    with store.ssd._lock:
+        assert not store.ssd._committer.wait(store.ssd._committer.kick())
+
+
+def test_flush_writes_blocks_lost_before_it(
+    tmp_path: Path, disk: GatedDisk, failing_sync: list[int]
+) -> None:
+    ssd = SsdStore(tmp_path / "ssd", 16 * MIB, disk=disk)
+    store = TieredStore(4 * MIB, ssd, None, Recorder())
+    lose_between_flushes(store, failing_sync)
+    assert flush(store) == []
+    assert all(ssd.contains([key(n) for n in LOST]))
+    store.close()
+
+
+def test_flush_ignores_lost_blocks_written_again_and_evicted(
+    tmp_path: Path, disk: GatedDisk, failing_sync: list[int]
+) -> None:
+    ssd = SsdStore(tmp_path / "ssd", 16 * MIB, disk=disk)
+    store = TieredStore(1 * MIB, ssd, None, Recorder())
+    lose_between_flushes(store, failing_sync)
+    ssd.retry()
+    store.memory.delete([key(n) for n in LOST])
+    for n in (*LOST, *range(100, 500)):
+        assert put(store, n) is PutResult.STORED
+    assert not any(store.memory.contains([key(n) for n in LOST]))
+    assert flush(store) == []
+    store.close()
+
+
 @pytest.mark.parametrize("failures", [0, 1, 1000])
 def test_drain_writes_or_reports_blocks_lost_by_sync(
     tmp_path: Path, disk: GatedDisk, failing_sync: list[int], failures: int

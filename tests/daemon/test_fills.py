@@ -60,8 +60,7 @@ def loop() -> Loop:
 
 @pytest.fixture
 def store(loop: Loop) -> Iterator[TieredStore]:
-    tiered = TieredStore(16 * MIB, None, None, Recorder())
-    tiered.collect_with(loop.watch)
+    tiered = TieredStore(16 * MIB, None, None, Recorder(), watch=loop.watch)
     yield tiered
     tiered.memory.check()
     tiered.close()
@@ -154,8 +153,8 @@ def test_drain_waits_for_running_copies(store: TieredStore, loop: Loop, count: i
 
 
 def test_fills_callback_error_does_not_affect_others() -> None:
-    fills, loop, told = Fills(), Loop(), []
-    fills.watch(loop.watch)
+    loop, told = Loop(), []
+    fills = Fills(loop.watch)
 
     def fail(checksums: list[int]) -> None:
         raise ValueError("as if")

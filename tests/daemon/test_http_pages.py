@@ -47,7 +47,7 @@ def token_file(folder: Path, text: str = TOKEN + "\n") -> Path:
     return path
 
 
-def test_the_page_has_histograms_of_requests_and_of_the_ssd(
+def test_page_has_histograms_of_requests_and_of_the_ssd(
     start: StartDaemon, connect: Connect, tmp_path: Path
 ) -> None:
     ssd = ("--ssd", str(tmp_path / "ssd"), "--ssd-space", "16MiB")
@@ -75,7 +75,7 @@ def test_the_page_has_histograms_of_requests_and_of_the_ssd(
     assert found["tiered_kv_server_ssd_read_seconds_count"] == 0
 
 
-def test_the_page_tells_version_start_health_and_bytes_by_namespace(
+def test_page_tells_version_start_health_and_bytes_by_namespace(
     start: StartDaemon,
 ) -> None:
     daemon = start("--memory", "64MiB", "--http", "127.0.0.1:0")
@@ -120,7 +120,7 @@ def test_http_open_allows_other_hosts(start: StartDaemon, folder: Path, option: 
     assert fetch(f"{page}/metrics", TOKEN)[0] == 200
 
 
-def test_the_pages_are_served_over_ipv6(start: StartDaemon) -> None:
+def test_pages_are_served_over_ipv6(start: StartDaemon) -> None:
     try:
         with socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::1", 0))
@@ -149,7 +149,7 @@ def test_options_that_expose_the_page_by_mistake_are_refused(folder: Path) -> No
             read_token(str(token_file(folder, text)))
 
 
-def test_the_server_starts_without_looking_for_the_name_of_its_host(
+def test_server_starts_without_looking_for_the_name_of_its_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Python's own server asks the resolver, which may hold up the start of a daemon."""

@@ -1,4 +1,4 @@
-"""Questions about a running daemon: `Inquiry`, and the commands that use it."""
+"""Requests about a running daemon: `Inquiry`, and the commands that use it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from vllm_tiered_kv.remote.address import ServerAddress
 from vllm_tiered_kv.remote.inquiry import Inquiry, NoAnswerError
 
 
-def test_the_doctor_says_what_a_daemon_holds_and_that_a_stopped_one_is_gone(
+def test_doctor_says_what_a_daemon_holds_and_that_a_stopped_one_is_gone(
     daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     addresses = [daemon.endpoint, daemon.ipc]
@@ -54,7 +54,7 @@ def test_the_doctor_says_what_a_daemon_holds_and_that_a_stopped_one_is_gone(
     assert capsys.readouterr().out.count("-> start it") == len(addresses)
 
 
-def test_a_daemon_that_does_not_answer_is_reported_in_time(daemon: DaemonProcess) -> None:
+def test_daemon_that_does_not_answer_is_reported_in_time(daemon: DaemonProcess) -> None:
     address = ServerAddress.parse(daemon.endpoint)
     with Inquiry(address, 0.3) as inquiry:
         assert inquiry.info()["pid"] == daemon.pid
@@ -65,7 +65,7 @@ def test_a_daemon_that_does_not_answer_is_reported_in_time(daemon: DaemonProcess
         assert "sessions" in inquiry.stats()  # connects anew
 
 
-def test_a_daemon_that_requires_keys_needs_them(folder: Path) -> None:
+def test_daemon_that_requires_keys_needs_them(folder: Path) -> None:
     from vllm_tiered_kv.server.net.curve import write_key_pair
 
     server, server_secret = write_key_pair(folder / "server", "server", read_only=False)

@@ -163,10 +163,10 @@ def test_backing_opened_after_close_is_closed(
     opened: list[SharedDirBacking] = []
     begun, gate = threading.Event(), threading.Event()
 
-    def open_late(options: BackingOptions) -> SharedDirBacking:
+    def open_late(options: BackingOptions, on_unanswered: Callable[[], None]) -> SharedDirBacking:
         begun.set()
         assert gate.wait(PATIENCE_S)
-        opened.append(open_store(options))
+        opened.append(open_store(options, on_unanswered))
         return opened[0]
 
     monkeypatch.setattr(backing_module, "open_store", open_late)

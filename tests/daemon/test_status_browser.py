@@ -83,7 +83,7 @@ def test_values_and_charts_follow_puts_and_gets(
     assert page.log() == []
 
 
-def test_a_page_opened_late_shows_the_past(page: Chromium, start: StartDaemon) -> None:
+def test_page_opened_late_shows_the_past(page: Chromium, start: StartDaemon) -> None:
     daemon = start_with_page(start)
     page.open(f"{daemon.http}/")
     points = "return document.querySelector('#charts polyline')?.points.numberOfItems ?? 0"
@@ -106,7 +106,7 @@ def test_names_chosen_by_clients_are_shown_as_text(
     assert page.run("return [window.hacked ?? null, document.images.length]") == [None, 0]
 
 
-def test_the_policy_refuses_markup_and_other_hosts(page: Chromium, start: StartDaemon) -> None:
+def test_policy_refuses_markup_and_other_hosts(page: Chromium, start: StartDaemon) -> None:
     daemon = start_with_page(start)
     page.open(f"{daemon.http}/")
     script = "try { document.body.innerHTML = '<b>' } catch (error) { return error.name }"
@@ -118,7 +118,7 @@ def test_the_policy_refuses_markup_and_other_hosts(page: Chromium, start: StartD
     assert any(other in message for message in refused)
 
 
-def test_the_page_is_readable_on_a_phone_and_in_the_dark(
+def test_page_is_readable_on_a_phone_and_in_the_dark(
     page: Chromium, start: StartDaemon, connect: Connect
 ) -> None:
     daemon = start_with_page(start)
@@ -144,7 +144,7 @@ def test_the_page_is_readable_on_a_phone_and_in_the_dark(
             assert contrast > 4.5, (scheme, text)
 
 
-def test_a_token_is_asked_for_and_kept_out_of_the_address(
+def test_token_is_asked_for_and_kept_out_of_the_address(
     page: Chromium, start: StartDaemon, folder: Path
 ) -> None:
     daemon = start_with_page(start, "--http-token", str(token_file(folder)))
@@ -173,7 +173,7 @@ def test_a_token_is_asked_for_and_kept_out_of_the_address(
     assert page.run(where) == f"{daemon.http}/,,0"
 
 
-def test_an_answer_that_the_page_cannot_show_is_said_and_not_the_last(
+def test_answer_that_the_page_cannot_show_is_said_and_not_the_last(
     page: Chromium, start: StartDaemon
 ) -> None:
     """As after an upgrade of the daemon: a page that stood still would look healthy."""
@@ -186,7 +186,7 @@ def test_an_answer_that_the_page_cannot_show_is_said_and_not_the_last(
     eventually(lambda: page.text("#notice") == "")
 
 
-def test_a_daemon_that_is_gone_is_said_to_be(
+def test_daemon_that_is_gone_is_said_to_be(
     page: Chromium, start: StartDaemon, connect: Connect
 ) -> None:
     daemon = start_with_page(start)

@@ -123,7 +123,7 @@ def test_warnings_are_shown_without_secrets(start: StartDaemon) -> None:
     assert "swordfish" not in json.dumps(facts)
 
 
-def test_the_document_is_for_all_and_facts_for_those_with_the_token(
+def test_document_is_for_all_and_facts_for_those_with_the_token(
     start: StartDaemon, connect: Connect, folder: Path
 ) -> None:
     daemon = start("--memory", "16MiB", *HTTP, "--http-token", str(token_file(folder)))

@@ -174,7 +174,7 @@ def test_server_that_does_not_stop_is_killed_with_its_children(up: Any) -> None:
     eventually(lambda: not is_running(child))
 
 
-def test_the_daemon_is_stopped_although_the_kernel_keeps_a_server(
+def test_daemon_is_stopped_although_the_kernel_keeps_a_server(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by a driver that hangs: the server gets no SIGKILL."""

@@ -57,7 +57,7 @@ def test_where_its_files_lie_does_not_count_beside_images_either(tmp_path: Path)
     assert differ_from(salted, keys_with(cache_salt="a", mm_features=others)) == 1
 
 
-def test_an_adapter_replaced_in_place_is_another(tmp_path: Path) -> None:
+def test_adapter_replaced_in_place_is_another(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "one", b"1" * 50)
     before = with_adapter("a", folder)
     (folder / "adapter_model.safetensors").write_bytes(b"2" * 50)
@@ -158,7 +158,7 @@ def test_after_a_reset_the_same_path_may_hold_another_adapter(tmp_path: Path) ->
     assert differ_from(flat(make_request(lora_request=lora), maker=maker), before) == 0
 
 
-def test_an_adapter_that_vllm_asks_a_hub_for_gets_no_keys(
+def test_adapter_that_vllm_asks_a_hub_for_gets_no_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fetches a newer one in the step that loads it; here are the files of before."""
@@ -192,6 +192,6 @@ def test_files_that_can_be_read_only_after_vllm_has_loaded_some(tmp_path: Path) 
     assert keys("c", 2)
 
 
-def test_an_adapter_that_is_not_here_gets_no_keys() -> None:
+def test_adapter_that_is_not_here_gets_no_keys() -> None:
     with pytest.raises(UnsupportedError, match="not found at hub/a"):
         with_adapter("a", "hub/a")

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "daemon.py"
 
 
-def test_the_example_loads_the_prompt_after_a_restart() -> None:
+def test_example_loads_the_prompt_after_a_restart() -> None:
     done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=880)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.findall(r"num_cached_tokens (\d+) of (\d+): ", done.stdout)

@@ -157,7 +157,7 @@ def test_gpu_hit_asks_no_daemon(tiny_model: Path, async_scheduling: bool) -> Non
         engine.close()
 
 
-def test_a_daemon_is_asked_after_all_where_the_gpu_lacks_a_part(
+def test_daemon_is_asked_after_all_where_the_gpu_lacks_a_part(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     """The last block is there, one before it is not."""
@@ -208,7 +208,7 @@ def test_deferred_stores_of_earlier_requests_do_not_delay_a_request(
 
 
 @pytest.mark.parametrize("pause", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
-def test_an_engine_that_is_paused_with_requests_comes_to_rest(
+def test_engine_that_is_paused_with_requests_comes_to_rest(
     tiny_model: Path, async_scheduling: bool, pause: PauseState
 ) -> None:
     """vLLM tells who paused it, or lets it sleep, when the engine has no work left."""
@@ -269,9 +269,7 @@ def test_reset_forgets_deferred_stores(tiny_model: Path, async_scheduling: bool)
     engine.assert_at_rest()
 
 
-def test_a_longer_answer_stores_its_blocks_as_ever(
-    tiny_model: Path, async_scheduling: bool
-) -> None:
+def test_longer_answer_stores_its_blocks_as_ever(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
     serve(engine, PROMPT)
     serve(engine, PROMPT, max_tokens=10)

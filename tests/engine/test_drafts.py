@@ -107,7 +107,7 @@ def plain_tokens(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list
 
 
 class Drafting:
-    """An engine with drafts, and how many of them were accepted since the last question."""
+    """An engine with drafts, and how many of them were accepted since the last call."""
 
     def __init__(self, engine: RealEngine) -> None:
         self.engine = engine
@@ -165,7 +165,7 @@ def drafting(
         yield drafts["method"], Drafting(engine), plain
 
 
-def test_a_tier_hit_is_a_device_hit(drafting: tuple[str, Drafting, list]) -> None:
+def test_tier_hit_is_a_device_hit(drafting: tuple[str, Drafting, list]) -> None:
     method, asked, plain = drafting
     engine = asked.engine
     cold = asked.ask(PROMPTS)

@@ -122,7 +122,7 @@ def test_engine_without_prefix_caching_loads_from_the_tier(tiny_model: Path, tru
 
 
 @pytest.mark.slow
-def test_a_repeated_prompt_computes_one_token_with_partial_tails(
+def test_repeated_prompt_computes_one_token_with_partial_tails(
     tiny_model: Path, truth: Truth
 ) -> None:
     options = {"cpu_memory": "64MiB", "reuse_partial_tail": True}

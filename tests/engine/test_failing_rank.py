@@ -99,7 +99,7 @@ def test_wrong_bytes_on_one_rank_change_the_answer(report: Report) -> None:
     ],
     ids=["in-a-step", "beside-steps"],
 )
-def test_a_load_that_one_rank_cannot_do_is_recomputed(
+def test_load_that_one_rank_cannot_do_is_recomputed(
     report: Report, case: str, way: str, asked: list[str]
 ) -> None:
     turns, blocks = report[case], blocks_of(case)
@@ -128,7 +128,7 @@ def test_blocks_not_stored_by_one_rank_are_a_miss(report: Report) -> None:
     assert_served(turns["after"], "cpu", blocks)
 
 
-def test_a_hit_ends_where_the_daemon_has_no_shard_of_one_rank(report: Report) -> None:
+def test_hit_ends_where_the_daemon_has_no_shard_of_one_rank(report: Report) -> None:
     turns, blocks = report["deleted"], blocks_of("deleted")
     for turn in turns:
         assert is_right(turns[turn], report, "deleted"), turn
@@ -137,7 +137,7 @@ def test_a_hit_ends_where_the_daemon_has_no_shard_of_one_rank(report: Report) ->
     assert_served(turns["after"], "remote", blocks)  # the missing shard was sent again
 
 
-def test_a_load_for_which_the_daemon_lacks_a_shard_is_recomputed(report: Report) -> None:
+def test_load_for_which_the_daemon_lacks_a_shard_is_recomputed(report: Report) -> None:
     """It had all of them when it was asked."""
     turns, blocks = report["vanished"], blocks_of("vanished")
     for turn in turns:

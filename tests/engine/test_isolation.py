@@ -113,7 +113,7 @@ def test_isolation_in_the_cpu_tier(
     )
 
 
-def test_an_adapter_whose_files_were_changed(tiny_model: Path, tmp_path: Path) -> None:
+def test_adapter_whose_files_were_changed(tiny_model: Path, tmp_path: Path) -> None:
     """In place: vLLM still computes with what it loaded, so nothing is read or written for it.
     Another engine, which loads what is there now, finds nothing either."""
     path = adapter(tmp_path / "one", b"1" * 64)
@@ -150,7 +150,7 @@ def stored_of(engine: Engine, request: str, first: int) -> set[bool]:
 
 @pytest.mark.parametrize("starts_over", [False, True])
 @pytest.mark.parametrize("how", ["another path", "the same path", "not found"])
-def test_an_adapter_that_is_replaced_while_it_is_in_use(
+def test_adapter_that_is_replaced_while_it_is_in_use(
     tiny_model: Path, tmp_path: Path, how: str, starts_over: bool
 ) -> None:
     """What its requests fill from then on comes from both, and is stored as neither: also if they
@@ -201,7 +201,7 @@ def test_answers_after_an_adapter_was_replaced_are_not_built_on(
     engine.assert_at_rest()
 
 
-def test_an_adapter_that_vllm_reads_again_in_each_step(tiny_model: Path, tmp_path: Path) -> None:
+def test_adapter_that_vllm_reads_again_in_each_step(tiny_model: Path, tmp_path: Path) -> None:
     """As it does for those loaded in place: what is there by then is not what it came with."""
     path = adapter(tmp_path / "one", b"one")
     engine = Engine(tiny_model, cpu_blocks=200)
@@ -217,7 +217,7 @@ def test_an_adapter_that_vllm_reads_again_in_each_step(tiny_model: Path, tmp_pat
     assert engine.half.index.held > 5  # what it had filled before
 
 
-def test_a_reset_loads_no_adapter(tiny_model: Path, tmp_path: Path) -> None:
+def test_reset_loads_no_adapter(tiny_model: Path, tmp_path: Path) -> None:
     """Requests that are under way get other keys, but what vLLM has under a number stays."""
     one, two = (adapter(tmp_path / name, name.encode()) for name in ("one", "two"))
     engine = Engine(tiny_model, cpu_blocks=200)
@@ -336,7 +336,7 @@ def test_engines_that_differ(tiny_model: Path, way: Way) -> None:
     settle(twin)
 
 
-def test_the_tests_above_can_fail(
+def test_tests_above_can_fail(
     tiny_model: Path, strangers: dict[str, Who], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With keys that forget the scope, a stranger's block is found, and read as wrong."""

@@ -50,7 +50,7 @@ def answered(toy: ToyEngine, prompt: list[int]) -> str:
     return request
 
 
-def test_a_hit_is_one_question(
+def test_hit_is_one_request(
     tiny_model: Path, daemon: DaemonProcess, async_scheduling: bool
 ) -> None:
     asked = prompts(1, 6)
@@ -67,7 +67,7 @@ def test_a_hit_is_one_question(
     toy.close()
 
 
-def test_the_first_step_after_a_request_already_loads_it(
+def test_first_step_after_a_request_already_loads_it(
     tiny_model: Path, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scheduler waits a moment for a daemon on this host instead of asking in the next step."""
@@ -105,7 +105,7 @@ def test_load_of_leased_blocks_that_all_ranks_mapped_does_not_wait(
     toy.close()
 
 
-def test_a_step_has_begun_before_its_forward(tiny_model: Path, daemon: DaemonProcess) -> None:
+def test_step_has_begun_before_its_forward(tiny_model: Path, daemon: DaemonProcess) -> None:
     """A long one, as one that compiles, must not pass for an idle worker: memory of a daemon that
     has gone would be given up before the steps that were planned with it."""
     asked = prompts(3, 2)
@@ -145,7 +145,7 @@ class NoThreads:
         monkeypatch.setattr(threading.Thread, "start", failing)
 
 
-def test_a_lookup_that_finds_no_thread_is_a_miss(
+def test_lookup_that_finds_no_thread_is_a_miss(
     tiny_model: Path, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = prompts(4, 3)
@@ -169,7 +169,7 @@ def test_a_lookup_that_finds_no_thread_is_a_miss(
 def test_leases_of_a_lookup_that_was_a_miss_are_released(
     tiny_model: Path, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pool that finds no new thread has taken the question all the same: another may answer."""
+    """A pool that finds no new thread has queued the lookup all the same: another may run it."""
     (asked,) = prompts(5, 1)
     toy = filled(tiny_model, daemon, [asked])
     pool = toy.half.remote._lookups._pool
@@ -260,9 +260,7 @@ def test_leases_are_released_however_the_request_ends(
     toy.close()
 
 
-def test_an_engine_that_stops_gives_everything_back(
-    tiny_model: Path, daemon: DaemonProcess
-) -> None:
+def test_engine_that_stops_gives_everything_back(tiny_model: Path, daemon: DaemonProcess) -> None:
     asked = prompts(3, 3)
     toy = filled(tiny_model, daemon, asked)
     for prompt in asked:
@@ -272,7 +270,7 @@ def test_an_engine_that_stops_gives_everything_back(
     assert leases_of(daemon) == 0
 
 
-def test_a_preempted_request_leases_anew(tiny_model: Path, daemon: DaemonProcess) -> None:
+def test_preempted_request_leases_anew(tiny_model: Path, daemon: DaemonProcess) -> None:
     asked = prompts(4, 8, 60, 90)
     toy = filled(tiny_model, daemon, asked, gpu_blocks=48)
     ids = {toy.add(prompt, 40): prompt for prompt in asked}
@@ -284,7 +282,7 @@ def test_a_preempted_request_leases_anew(tiny_model: Path, daemon: DaemonProcess
     toy.close()
 
 
-def test_a_daemon_frozen_after_the_lookup_is_not_missed(
+def test_daemon_frozen_after_the_lookup_is_not_missed(
     tiny_model: Path, daemon: DaemonProcess
 ) -> None:
     asked = prompts(5, 3)
@@ -321,7 +319,7 @@ def test_room_that_came_too_late_goes_back_though_nothing_is_asked_any_more(
 
 
 @pytest.mark.parametrize("restarted", [False, True], ids=["stays-away", "comes-back"])
-def test_a_daemon_killed_after_the_lookup(
+def test_daemon_killed_after_the_lookup(
     tiny_model: Path, daemon: DaemonProcess, restarted: bool
 ) -> None:
     """Its memory stays mapped for a while and is read; another daemon's is another."""

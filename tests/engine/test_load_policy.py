@@ -128,7 +128,7 @@ def test_probes_wait_for_steps_without_prefills(
     second.close()
 
 
-def test_a_fast_daemon_is_used(
+def test_fast_daemon_is_used(
     tiny_model: Path, daemon: DaemonProcess, async_scheduling: bool
 ) -> None:
     asked = prompts(22, 24)
@@ -143,7 +143,7 @@ def test_a_fast_daemon_is_used(
     second.close()
 
 
-def test_the_first_hits_after_a_restart_are_loaded_from_the_ssd(
+def test_first_hits_after_a_restart_are_loaded_from_the_ssd(
     tiny_model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither its speed nor the model's was ever seen. The daemon knows its disk."""
@@ -237,7 +237,7 @@ def test_hit_of_a_recurrent_model_is_loaded_whole_without_a_state_for_a_shorter_
     second.close()
 
 
-def test_the_prefill_time_that_hits_save_is_estimated(tiny_model: Path) -> None:
+def test_prefill_time_that_hits_save_is_estimated(tiny_model: Path) -> None:
     asked = prompts(31, 4, 80, 90)
     with FaultyDaemon() as daemon:
         toy = engine_at(tiny_model, daemon.address, cpu_blocks=400)
@@ -254,7 +254,7 @@ def test_the_prefill_time_that_hits_save_is_estimated(tiny_model: Path) -> None:
         toy.close()
 
 
-def test_the_head_comes_from_the_cpu_tier_and_a_slow_rest_is_computed(tiny_model: Path) -> None:
+def test_head_comes_from_the_cpu_tier_and_a_slow_rest_is_computed(tiny_model: Path) -> None:
     asked = prompts(23, 20, 80, 90)
     with FaultyDaemon() as slow:
         first = engine_at(tiny_model, slow.address)
@@ -291,8 +291,8 @@ def test_always_and_never(tiny_model: Path) -> None:
         assert total(always, names.HIT_TOKENS, REMOTE) == held
         always.close()
 
-        questions: list[type] = []
-        slow.delay = lambda request: questions.append(type(request)) or 0.0
+        requests: list[type] = []
+        slow.delay = lambda request: requests.append(type(request)) or 0.0
         never = engine_at(tiny_model, slow.address, extra={"load_policy": "never"}, cpu_blocks=400)
         serve(never, asked)
         never.drop_gpu_cache()
@@ -301,5 +301,5 @@ def test_always_and_never(tiny_model: Path) -> None:
         assert total(never, names.STORED_BLOCKS, CPU) > 0
         assert decisions(never, CPU) == {"recompute": len(asked)}
         assert decisions(never, REMOTE) == {}
-        assert Match not in questions
+        assert Match not in requests
         never.close()

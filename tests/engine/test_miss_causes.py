@@ -399,9 +399,9 @@ def test_daemon_that_does_not_answer_in_time_is_a_lookup_timeout(
     may_answer = threading.Event()
     match = RemoteLookups._match
 
-    def match_later(self: RemoteLookups, *question: Any) -> Any:
+    def match_later(self: RemoteLookups, *arguments: Any) -> Any:
         may_answer.wait(60)
-        return match(self, *question)
+        return match(self, *arguments)
 
     monkeypatch.setattr(RemoteLookups, "_match", match_later)
     engine = engine_at(tiny_model, daemon.endpoint, extra={"remote_lookup_timeout": 0.05})
@@ -414,7 +414,7 @@ def test_daemon_that_does_not_answer_in_time_is_a_lookup_timeout(
 
 
 def test_daemon_that_answers_too_late_is_no_miss(tiny_model: Path) -> None:
-    """The deadline of the question and that of the lookup pass at the same time."""
+    """The deadline of the query and that of the lookup pass at the same time."""
     with FaultyDaemon() as daemon:
         daemon.delay = lambda request: 60.0 if isinstance(request, Match) else 0.0
         engine = engine_at(tiny_model, daemon.address, extra={"remote_lookup_timeout": 0.05})

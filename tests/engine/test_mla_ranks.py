@@ -77,7 +77,7 @@ def test_two_ranks_of_mla_share_one_copy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["allocation", "meeting of the first"])
 @pytest.mark.slow
-def test_a_start_that_fails_on_one_rank_does_not_hang(tmp_path: Path, where: str) -> None:
+def test_start_that_fails_on_one_rank_does_not_hang(tmp_path: Path, where: str) -> None:
     """The other one must not wait for it, be it that their memory is shared already or not yet."""
     model = write_weights(write_config(tmp_path / "model", TINY_MLA))
     report = run_apart(

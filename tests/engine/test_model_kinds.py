@@ -385,7 +385,7 @@ def test_encoder_is_uncached(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         assert len(out.outputs.embedding) == TINY_BERT["hidden_size"]
 
 
-def test_an_encoder_decoder_is_refused_by_vllm(tmp_path: Path) -> None:
+def test_encoder_decoder_is_refused_by_vllm(tmp_path: Path) -> None:
     """Whichever KV connector it is given."""
     model = write_whisper(tmp_path / "model")
     settings = {"max_model_len": 256, "max_num_batched_tokens": 2048}

@@ -104,7 +104,7 @@ FIELDS = [
 
 
 @pytest.mark.parametrize(("part", "name"), [f for f in FIELDS if f[1] not in IN_OTHER_WAYS])
-def test_a_setting_is_ignored_by_name_or_counts(folder: Path, part: str, name: str) -> None:
+def test_setting_is_ignored_by_name_or_counts(folder: Path, part: str, name: str) -> None:
     ignored = IGNORED_OF_MODEL if part == "model" else IGNORED_OF_MEDIA
     if name in ("model", "model_weights", "hf_text_config"):
         assert name in ignored  # the digest reads what is there
@@ -114,7 +114,7 @@ def test_a_setting_is_ignored_by_name_or_counts(folder: Path, part: str, name: s
 
 
 @pytest.mark.parametrize("part", ["model", "media"])
-def test_a_setting_of_a_newer_vllm_counts(folder: Path, part: str) -> None:
+def test_setting_of_a_newer_vllm_counts(folder: Path, part: str) -> None:
     base = config_of(folder)
     owner = base if part == "model" else base.multimodal_config
     newer = dataclasses.make_dataclass(
@@ -146,7 +146,7 @@ def test_settings_that_change_results_are_not_ignored() -> None:
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(LoRAConfig)])
-def test_a_setting_of_adapters_is_ignored_by_name_or_counts(name: str) -> None:
+def test_setting_of_adapters_is_ignored_by_name_or_counts(name: str) -> None:
     config = LoRAConfig()
     before = adapter_settings(config)
     config.__dict__[name] = another(getattr(config, name))
@@ -156,7 +156,7 @@ def test_a_setting_of_adapters_is_ignored_by_name_or_counts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SpeculativeConfig)])
-def test_a_setting_of_drafts_is_ignored_by_name_or_counts(name: str) -> None:
+def test_setting_of_drafts_is_ignored_by_name_or_counts(name: str) -> None:
     drafts = object.__new__(SpeculativeConfig)  # vLLM's own needs a draft model
     for field in dataclasses.fields(SpeculativeConfig):
         drafts.__dict__[field.name] = None

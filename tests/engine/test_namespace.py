@@ -62,7 +62,7 @@ def test_another_process_finds_the_same_namespace(tmp_path: Path) -> None:
         assert printed.splitlines()[-1].split() == mine
 
 
-def test_the_engine_changes_the_namespace(tmp_path: Path) -> None:
+def test_engine_changes_the_namespace(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     cache = one_group()
     base = fingerprint(engine_config(model), cache)
@@ -85,7 +85,7 @@ def test_the_engine_changes_the_namespace(tmp_path: Path) -> None:
         assert fingerprint(engine_config(model, **harmless), cache) == base, harmless
 
 
-def test_the_tokens_that_a_rank_holds_of_a_block_change_the_namespace(tmp_path: Path) -> None:
+def test_tokens_that_a_rank_holds_of_a_block_change_the_namespace(tmp_path: Path) -> None:
     """Decode context parallelism: by how many ranks divide a block, and how."""
     model = write_model(tmp_path / "model", num_key_value_heads=1)
     alone = connector({})
@@ -116,7 +116,7 @@ def test_the_tokens_that_a_rank_holds_of_a_block_change_the_namespace(tmp_path: 
     assert namespace(1, cp_kv_cache_interleave_size=4) == namespace(1)
 
 
-def test_a_draft_model_changes_the_namespace_by_its_content(tmp_path: Path) -> None:
+def test_draft_model_changes_the_namespace_by_its_content(tmp_path: Path) -> None:
     model = write_config(tmp_path / "model", TINY_LLAMA)
     (model / "model.safetensors").write_bytes(b"weights")
 

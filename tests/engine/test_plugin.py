@@ -42,13 +42,13 @@ def test_registering_twice_is_fine(registry: dict, monkeypatch: pytest.MonkeyPat
     assert registry[CONNECTOR_NAME]() is TieredKVConnector
 
 
-def test_the_other_connectors_stay(registry: dict) -> None:
+def test_other_connectors_stay(registry: dict) -> None:
     before = dict(registry)
     register()
     assert {name: registry[name] for name in before} == before
 
 
-def test_a_foreign_connector_under_our_name_is_an_error(registry: dict) -> None:
+def test_foreign_connector_under_our_name_is_an_error(registry: dict) -> None:
     foreign = type("Theirs", (), {"__module__": "somebody.elses"})
     registry[CONNECTOR_NAME] = lambda: foreign
     for _ in range(2):  # it stays one
@@ -58,7 +58,7 @@ def test_a_foreign_connector_under_our_name_is_an_error(registry: dict) -> None:
     assert registry[CONNECTOR_NAME]() is foreign
 
 
-def test_the_installed_entry_point_is_register() -> None:
+def test_installed_entry_point_is_register() -> None:
     (entry,) = metadata.distribution("vllm-tiered-kv").entry_points.select(
         group="vllm.general_plugins"
     )
@@ -90,7 +90,7 @@ assert KVConnectorFactory.supports_hma_config(config)
 
 @pytest.mark.parametrize("role", KVConnectorRole)
 @pytest.mark.parametrize("version", ["0.26.0", "0.30.4+cpu"])
-def test_a_vllm_that_is_too_old_is_refused_in_one_sentence(
+def test_vllm_that_is_too_old_is_refused_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, version: str, role: KVConnectorRole
 ) -> None:
     from vllm_tiered_kv.connector.connector import TieredKVConnector
@@ -104,7 +104,7 @@ def test_a_vllm_that_is_too_old_is_refused_in_one_sentence(
 
 
 @pytest.mark.slow
-def test_a_vllm_without_our_hooks_is_refused_before_it_breaks_an_import() -> None:
+def test_vllm_without_our_hooks_is_refused_before_it_breaks_an_import() -> None:
     program = f"""
 import vllm.distributed.kv_transfer.kv_connector.v1.base as base
 del base.KVConnectorTransferResults, base.KVConnectorBase_V1.get_transfer_results
@@ -121,7 +121,7 @@ except UnsupportedError as refusal:
     assert done.stdout.startswith("vllm-tiered-kv needs vLLM 0.31 or newer"), done.stderr[-3000:]
 
 
-def test_a_newer_vllm_is_tried_with_a_warning(
+def test_newer_vllm_is_tried_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from tests.engine.made_configs import engine_config, one_group

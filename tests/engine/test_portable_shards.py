@@ -251,7 +251,7 @@ def read_back(engine: Engine) -> bool:
     return is_there and held == worker.arena.bytes_at(0, len(held)).tobytes()
 
 
-def test_a_block_that_lacks_a_shard_is_a_miss(model: Path, folder: Path) -> None:
+def test_block_that_lacks_a_shard_is_a_miss(model: Path, folder: Path) -> None:
     with DaemonProcess(folder, "--memory", "64MiB") as daemon:
         engine = Engine(model, 1, daemon.endpoint, "BLHNC")
         engine.store_and_send()
@@ -277,7 +277,7 @@ def namespace_of(config: VllmConfig, cache: KVCacheConfig, shards: int) -> bytes
     return assembly.fingerprint(config, cache, "", shards).namespace()
 
 
-def test_the_number_of_shards_replaces_the_size_in_the_namespace(model: Path) -> None:
+def test_number_of_shards_replaces_the_size_in_the_namespace(model: Path) -> None:
     config = engine_config(model)
 
     def namespaces(shards: int) -> set[bytes]:
@@ -312,7 +312,7 @@ def test_with_mla_every_rank_holds_whole_blocks(tmp_path: Path) -> None:
         (16, 16, r"portable_shards: needs 8 KV heads .* each on one of the 16"),
     ],
 )
-def test_a_number_that_does_not_fit_is_refused(
+def test_number_that_does_not_fit_is_refused(
     model: Path, size: int, shards: int, message: str
 ) -> None:
     config = sized(engine_config(model), size)

@@ -48,7 +48,7 @@ def test_each_rank_stores_and_loads_its_own_shard(
 
 @EITHER_KIND
 @EITHER_RANK
-def test_a_load_that_one_rank_cannot_do_is_recomputed_on_all(
+def test_load_that_one_rank_cannot_do_is_recomputed_on_all(
     tiny_model: Path, async_scheduling: bool, bad: int, step_loads: str, parallel: dict
 ) -> None:
     engine = RankedToyEngine(tiny_model, async_scheduling, parallel_config=parallel)
@@ -74,7 +74,7 @@ def test_a_load_that_one_rank_cannot_do_is_recomputed_on_all(
 
 @EITHER_KIND
 @EITHER_RANK
-def test_a_block_that_one_rank_did_not_store_is_a_miss(
+def test_block_that_one_rank_did_not_store_is_a_miss(
     tiny_model: Path, async_scheduling: bool, bad: int, parallel: dict
 ) -> None:
     engine = RankedToyEngine(tiny_model, async_scheduling, parallel_config=parallel)
@@ -97,7 +97,7 @@ def test_a_block_that_one_rank_did_not_store_is_a_miss(
 
 
 @EITHER_KIND
-def test_a_load_is_over_when_the_slowest_rank_is_done(
+def test_load_is_over_when_the_slowest_rank_is_done(
     tiny_model: Path, async_scheduling: bool, parallel: dict
 ) -> None:
     """The blocks of an aborted request stay its own until then."""

@@ -14,7 +14,7 @@ from tests.engine.real_engine import Answer, RealEngine, real_engine
 from vllm_tiered_kv.metrics import names
 
 
-def test_the_oracle_depends_on_the_cache(truth: Truth) -> None:
+def test_oracle_depends_on_the_cache(truth: Truth) -> None:
     answers, _ = truth
     assert len({answer.tokens for answer in answers}) == len(PROMPTS)
     assert np.std([lp for answer in answers for lp in answer.logprobs]) > 0.1
@@ -47,7 +47,7 @@ def test_each_prompt_is_served_to_its_last_full_block(fresh: RealEngine, truth: 
     fresh.assert_at_rest()
 
 
-def test_a_planted_corruption_makes_the_comparison_fail(fresh: RealEngine, truth: Truth) -> None:
+def test_planted_corruption_makes_the_comparison_fail(fresh: RealEngine, truth: Truth) -> None:
     ids, number = PROMPTS[0], 0
     fresh.ask([ids], COUNT)
     fresh.drop_gpu_cache()
@@ -66,7 +66,7 @@ def test_a_planted_corruption_makes_the_comparison_fail(fresh: RealEngine, truth
         assert_same(answers, fresh, expected)
 
 
-def test_the_next_turn_of_a_chat_finds_the_answer(fresh: RealEngine) -> None:
+def test_next_turn_of_a_chat_finds_the_answer(fresh: RealEngine) -> None:
     (first,) = fresh.ask([PROMPTS[3]], 70)
     turn = [*PROMPTS[3], *first.tokens, 5, 6, 7]
     fresh.drop_gpu_cache()
@@ -99,7 +99,7 @@ def test_batch_is_stored_without_steps_after_its_last_output(fresh: RealEngine) 
     assert fresh.total(names.DROPPED_BLOCKS) == 0
 
 
-def test_a_shared_prefix_is_computed_once(fresh: RealEngine, monkeypatch) -> None:
+def test_shared_prefix_is_computed_once(fresh: RealEngine, monkeypatch) -> None:
     """Prompts that take a part of each step, with `compute_once` in the requests' parameters."""
     prompts = [[3 + (13 * i * i) % 900 for i in range(600)] + [n, 5, 6] for n in range(100, 108)]
     monkeypatch.setattr(fresh.scheduler.scheduler_config, "long_prefill_token_threshold", 64)
@@ -160,7 +160,7 @@ def test_controls_narrow_what_is_stored_and_loaded(fresh: RealEngine, truth: Tru
     fresh.assert_at_rest()
 
 
-def test_a_load_that_fails_is_recomputed(fresh: RealEngine, truth: Truth, monkeypatch) -> None:
+def test_load_that_fails_is_recomputed(fresh: RealEngine, truth: Truth, monkeypatch) -> None:
     from vllm_tiered_kv.native import cpu as native
 
     def broken(*args, **kwargs):

@@ -168,7 +168,7 @@ def lent_by(daemon: DaemonProcess) -> dict[str, int]:
     ],
     ids=["ipc", "ipc-thrice", "tcp"],
 )
-def test_a_real_engine_beside_a_daemon(
+def test_real_engine_beside_a_daemon(
     tiny_model: Path, daemon: DaemonProcess, transport: str, rounds: int
 ) -> None:
     """After one round that imports and warms up."""
@@ -224,7 +224,7 @@ def fails_after(what: Callable[..., Any], seen: list[Held]) -> Callable[..., Any
     ids=["caches", "metrics"],
 )
 @pytest.mark.slow
-def test_a_start_that_fails(
+def test_start_that_fails(
     tiny_model: Path,
     daemon: DaemonProcess,
     monkeypatch: pytest.MonkeyPatch,

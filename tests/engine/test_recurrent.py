@@ -60,7 +60,7 @@ def blocks_of_hit(engine: ToyEngine, end: int) -> int:
 
 
 @EVERY_SHAPE
-def test_a_repeated_prompt_is_found_as_by_vllm_itself(
+def test_repeated_prompt_is_found_as_by_vllm_itself(
     tiny_model: Path, async_scheduling: bool, shape: dict
 ) -> None:
     retention = None if async_scheduling else 0
@@ -83,7 +83,7 @@ def test_a_repeated_prompt_is_found_as_by_vllm_itself(
 
 
 @EVERY_SHAPE
-def test_a_prefix_that_prompts_share_is_found_by_the_third(
+def test_prefix_that_prompts_share_is_found_by_the_third(
     tiny_model: Path, async_scheduling: bool, shape: dict
 ) -> None:
     """The second prompt finds the blocks of full attention, but no state where it diverges: vLLM
@@ -107,7 +107,7 @@ def test_a_prefix_that_prompts_share_is_found_by_the_third(
 
 
 @EVERY_RETENTION
-def test_the_next_turn_is_found(
+def test_next_turn_is_found(
     tiny_model: Path, async_scheduling: bool, retention: int | None
 ) -> None:
     windows = (None, STATE)
@@ -127,7 +127,7 @@ def test_the_next_turn_is_found(
     engine.assert_at_rest()
 
 
-def test_a_state_that_only_the_gpu_has_is_stored_again(
+def test_state_that_only_the_gpu_has_is_stored_again(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     engine = ToyEngine(
@@ -147,7 +147,7 @@ def test_a_state_that_only_the_gpu_has_is_stored_again(
     assert assert_tier_is_right(engine)
 
 
-def test_a_state_that_is_being_stored_is_waited_for(
+def test_state_that_is_being_stored_is_waited_for(
     tiny_model: Path, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Most blocks of attention were stored before it, so that it alone is missing."""
@@ -169,7 +169,7 @@ def test_a_state_that_is_being_stored_is_waited_for(
     engine.assert_at_rest()
 
 
-def test_a_failed_load_starts_over(tiny_model: Path, async_scheduling: bool) -> None:
+def test_failed_load_starts_over(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(
         tiny_model, async_scheduling, windows=(None, STATE), cpu_blocks=128, retention=0
     )
@@ -222,7 +222,7 @@ def test_random_clients(
 
 
 @EVERY_SHAPE
-def test_the_checks_above_can_fail(tiny_model: Path, shape: dict) -> None:
+def test_checks_above_can_fail(tiny_model: Path, shape: dict) -> None:
     """Any flipped bit of a loaded state is a wrong read."""
     engine = ToyEngine(tiny_model, cpu_blocks=128, **shape)
     ids = prompt(random.Random(1), 75)

@@ -49,7 +49,7 @@ def states_on_gpu(engine: SpeculatingToyEngine, request_id: str) -> list[int]:
 
 @EVERY_ENGINE
 @EVERY_SHAPE
-def test_a_repeated_prompt_is_found_as_by_vllm_itself(
+def test_repeated_prompt_is_found_as_by_vllm_itself(
     tiny_model: Path, async_scheduling: bool, make: type[SpeculatingToyEngine], shape: dict
 ) -> None:
     engine = make(tiny_model, async_scheduling, cpu_blocks=128, retention=0, **shape)
@@ -71,7 +71,7 @@ def test_a_repeated_prompt_is_found_as_by_vllm_itself(
 
 @EVERY_ENGINE
 @pytest.mark.parametrize("retention", [0, 8, None], ids=["few", "some", "all"])
-def test_the_next_turn_is_found(
+def test_next_turn_is_found(
     tiny_model: Path,
     async_scheduling: bool,
     make: type[SpeculatingToyEngine],
@@ -107,7 +107,7 @@ def test_the_next_turn_is_found(
 
 
 @EVERY_ENGINE
-def test_a_prefix_that_prompts_share_is_found_by_the_third(
+def test_prefix_that_prompts_share_is_found_by_the_third(
     tiny_model: Path, async_scheduling: bool, make: type[SpeculatingToyEngine]
 ) -> None:
     """On the GPU and in the tier alike: the state is kept where vLLM's own hit can end."""
@@ -172,7 +172,7 @@ def test_random_clients(
 
 
 @EVERY_ENGINE
-def test_the_checks_above_can_fail(tiny_model: Path, make: type[SpeculatingToyEngine]) -> None:
+def test_checks_above_can_fail(tiny_model: Path, make: type[SpeculatingToyEngine]) -> None:
     """Any flipped bit of a loaded state is a wrong read."""
     engine = make(tiny_model, cpu_blocks=128, windows=(None, STATE))
     ids = prompt(random.Random(1), 75)

@@ -57,7 +57,7 @@ def make_prompts(block: int) -> list[list[int]]:
     return [[rng.randrange(3, 1000) for _ in range(2 * block + more)] for more in (7, block - 9)]
 
 
-def test_a_tier_hit_is_a_device_hit(fresh: Drafting, drafting: tuple[Drafting, HostKernel]) -> None:
+def test_tier_hit_is_a_device_hit(fresh: Drafting, drafting: tuple[Drafting, HostKernel]) -> None:
     engine = fresh.engine
     block = engine.half._groups[0].block_size
 
@@ -91,7 +91,7 @@ def test_a_tier_hit_is_a_device_hit(fresh: Drafting, drafting: tuple[Drafting, H
     engine.assert_at_rest()
 
 
-def test_a_planted_corruption_of_a_state_is_seen(fresh: Drafting) -> None:
+def test_planted_corruption_of_a_state_is_seen(fresh: Drafting) -> None:
     engine = fresh.engine
     ids = make_prompts(engine.half._groups[0].block_size)[0]
     fresh.ask([ids], COUNT)

@@ -78,7 +78,7 @@ def test_each_prompt_is_found_as_by_vllm_itself(fresh: RealEngine, block: int) -
     fresh.assert_at_rest()
 
 
-def test_a_prefix_that_prompts_share_is_found_by_the_third(fresh: RealEngine, block: int) -> None:
+def test_prefix_that_prompts_share_is_found_by_the_third(fresh: RealEngine, block: int) -> None:
     stem, rng = PROMPTS[2][:500], random.Random(6)
     hits = []
     for _ in range(3):
@@ -102,7 +102,7 @@ def test_all_at_once(fresh: RealEngine, block: int) -> None:
     fresh.assert_at_rest()
 
 
-def test_a_planted_corruption_of_a_state_is_seen(fresh: RealEngine) -> None:
+def test_planted_corruption_of_a_state_is_seen(fresh: RealEngine) -> None:
     """Of one layer's state at a time; what attention reads stays right."""
     ids = PROMPTS[1]
     fresh.ask([ids], COUNT)

@@ -44,7 +44,7 @@ def test_blocks_a_daemon_lost_are_kept_when_they_are_computed_again(tiny_model: 
         toy.close()
 
 
-def test_a_daemons_failure_is_known_as_such_though_another_rank_ends_later(
+def test_daemons_failure_is_known_as_such_though_another_rank_ends_later(
     tiny_model: Path,
 ) -> None:
     """vLLM holds a report back until every rank has made it; what a worker says beside it comes
@@ -114,7 +114,7 @@ def test_blocks_built_on_anothers_failed_load_do_not_reach_a_daemon(
         second.close()
 
 
-def test_a_worker_whose_blocks_are_of_another_size_is_refused(tiny_model: Path) -> None:
+def test_worker_whose_blocks_are_of_another_size_is_refused(tiny_model: Path) -> None:
     """Only a daemon notices where vLLM carries no handshake, as inside a MultiConnector."""
     with FaultyDaemon() as daemon:
         toy = engine(tiny_model, daemon)

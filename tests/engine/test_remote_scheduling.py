@@ -68,7 +68,7 @@ def test_daemon_without_answer_to_hello_delays_no_request(tiny_model: Path) -> N
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_second_engine_is_served_what_the_first_one_stored(
+def test_second_engine_is_served_what_the_first_one_stored(
     tiny_model: Path, daemon: DaemonProcess, transport: str, async_scheduling: bool
 ) -> None:
     at = address(daemon, transport)
@@ -155,7 +155,7 @@ def test_daemon_that_never_ran_is_a_miss(tiny_model: Path, folder: Path, transpo
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_frozen_daemon_costs_deadlines_and_nothing_else(
+def test_frozen_daemon_costs_deadlines_and_nothing_else(
     tiny_model: Path, daemon: DaemonProcess, transport: str
 ) -> None:
     at = address(daemon, transport)
@@ -200,7 +200,7 @@ def _until_served_again(toy: ToyEngine, loaded: float) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_daemon_that_dies_and_comes_back_empty(
+def test_daemon_that_dies_and_comes_back_empty(
     tiny_model: Path, daemon: DaemonProcess, transport: str
 ) -> None:
     at = address(daemon, transport)
@@ -294,7 +294,7 @@ def test_failed_calls_and_the_time_of_lookups_are_counted(tiny_model: Path) -> N
         toy.close()
 
 
-def test_an_aborted_load_ends_before_its_blocks_are_given_away(
+def test_aborted_load_ends_before_its_blocks_are_given_away(
     tiny_model: Path, daemon: DaemonProcess
 ) -> None:
     asked = prompts(7, 12, 60, 120)
@@ -404,7 +404,7 @@ def test_something_else_listens_there(tiny_model: Path, fault: Fault) -> None:
         toy.close()
 
 
-def test_a_daemon_replaced_by_another_version_while_it_is_loaded_from(tiny_model: Path) -> None:
+def test_daemon_replaced_by_another_version_while_it_is_loaded_from(tiny_model: Path) -> None:
     is_replaced = threading.Event()
 
     def replaced(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames] | None:
@@ -429,7 +429,7 @@ def test_a_daemon_replaced_by_another_version_while_it_is_loaded_from(tiny_model
         toy.close()
 
 
-def test_a_slowed_daemon_serves_some_and_times_out_for_others(tiny_model: Path) -> None:
+def test_slowed_daemon_serves_some_and_times_out_for_others(tiny_model: Path) -> None:
     """It keeps every block, and answers far within the deadlines, far beyond, or at about them."""
     rng = random.Random(13)
     deadline = 0.3

@@ -58,7 +58,7 @@ def keys_of(toy: ToyEngine, ids: list[int]) -> list[list[bytes]]:
 
 
 @EVERY_SHAPE
-def test_a_second_engine_is_leased_the_windows(open_engine, at: str, shape: dict) -> None:
+def test_second_engine_is_leased_the_windows(open_engine, at: str, shape: dict) -> None:
     asked = prompts(1, 6)
     serve(open_engine(**shape), asked)
     second = open_engine(**shape)
@@ -101,7 +101,7 @@ def test_cpu_tier_and_daemon_hold_a_window_together(open_engine, windows: tuple)
     assert total(toy, names.LOADED_BLOCKS, Tier.CPU.value) == window_blocks(toy, 72) - len(windows)
 
 
-def test_a_window_that_a_daemon_lacks_ends_the_hit_before_it(open_engine) -> None:
+def test_window_that_a_daemon_lacks_ends_the_hit_before_it(open_engine) -> None:
     """Some of the windows were never sent: the next end that has one is found."""
     (ids,) = prompts(5, 1, 76, 77)
     first = open_engine(windows=(None, 10))
@@ -122,7 +122,7 @@ def test_a_window_that_a_daemon_lacks_ends_the_hit_before_it(open_engine) -> Non
 
 
 @pytest.mark.parametrize("windows", [(None, STATE), (STATE, None, STATE)], ids=["one", "two"])
-def test_a_second_engine_finds_recurrent_states(open_engine, windows: tuple) -> None:
+def test_second_engine_finds_recurrent_states(open_engine, windows: tuple) -> None:
     asked = prompts(1, 6)
     first = open_engine(windows=windows, retention=0)
     serve(first, asked)

@@ -86,7 +86,7 @@ def test_each_block_is_copied_out_by_one_rank_and_loaded_by_all(
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_a_block_that_its_rank_did_not_store_is_a_miss_and_so_is_what_follows(
+def test_block_that_its_rank_did_not_store_is_a_miss_and_so_is_what_follows(
     open_replicas: Callable[..., RankedToyEngine], bad: int
 ) -> None:
     engine = open_replicas(3)
@@ -108,7 +108,7 @@ def test_a_block_that_its_rank_did_not_store_is_a_miss_and_so_is_what_follows(
     engine.assert_at_rest()
 
 
-def test_a_rank_never_reads_what_it_has_not_pinned(
+def test_rank_never_reads_what_it_has_not_pinned(
     open_replicas: Callable[..., RankedToyEngine],
 ) -> None:
     """Though another one, which has pinned more, has stored it."""

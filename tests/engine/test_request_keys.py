@@ -200,7 +200,7 @@ def test_salts_separate_requests() -> None:
     assert flat(make_request(cache_salt="a")) == flat(make_request(cache_salt="a"))
 
 
-def test_a_new_epoch_changes_every_key() -> None:
+def test_new_epoch_changes_every_key() -> None:
     maker = KeyMaker(NAMESPACE, (16, 32))
     epochs = [keys_of(make_request(), maker=maker)]
     for nonce in (b"1" * 16, b"2" * 16):
@@ -267,7 +267,7 @@ def test_generated_tokens_after_an_image_keep_it_in_their_keys() -> None:
     assert differ_from(grown("a"), grown("b")) == 20 // BLOCK
 
 
-def test_a_salted_image_request_with_an_adapter_is_stable(tmp_path: Path) -> None:
+def test_salted_image_request_with_an_adapter_is_stable(tmp_path: Path) -> None:
     adapter = LoRARequest("a", 1, str(write_adapter(tmp_path / "one", b"1" * 50)))
 
     def ask(**changes: Any) -> list[BlockKey]:
@@ -356,7 +356,7 @@ def tail(
     return found
 
 
-def test_a_tail_is_named_by_its_tokens_and_all_before_them() -> None:
+def test_tail_is_named_by_its_tokens_and_all_before_them() -> None:
     base = tail()
     assert base == tail()
     assert (base.end, base.position, base.is_partial) == (len(TOKENS), 8, True)
@@ -368,7 +368,7 @@ def test_a_tail_is_named_by_its_tokens_and_all_before_them() -> None:
     assert short.key != tail(TOKENS[:5], cache_salt="x").key
 
 
-def test_a_full_block_is_its_own_tail_and_one_token_needs_none() -> None:
+def test_full_block_is_its_own_tail_and_one_token_needs_none() -> None:
     full = tail(TOKENS[: 2 * BLOCK])
     assert (full.keys, full.is_partial) == (flat(make_request(TOKENS[: 2 * BLOCK])), False)
     for length in (1, BLOCK + 1):
@@ -393,6 +393,6 @@ def test_images_and_embeddings_are_part_of_a_tail() -> None:
     assert len({mixed(4), mixed(8), mixed(0)}) == 3
 
 
-def test_a_tail_is_no_full_block_of_the_same_tokens() -> None:
+def test_tail_is_no_full_block_of_the_same_tokens() -> None:
     parent, full = flat(make_request(TOKENS[: 2 * BLOCK]))
     assert tail_key(parent, TOKENS[BLOCK : 2 * BLOCK]) != full

@@ -128,7 +128,7 @@ def test_old_blocks_of_a_later_group(tiny_model: Path, async_scheduling: bool) -
     find_among_new_ones(engine, ids, {1: range(5)})
 
 
-def test_a_hash_that_is_written_when_blocks_of_all_groups_are_full(
+def test_hash_that_is_written_when_blocks_of_all_groups_are_full(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     engine = AgedToyEngine(
@@ -160,7 +160,7 @@ def test_window_past_blocks_from_before_a_reset_is_right(
 
 @pytest.mark.parametrize("steps", [1, 3, 7, 9])
 @pytest.mark.parametrize("is_preempted", [False, True], ids=["abort", "preemption"])
-def test_a_hash_that_is_written_just_before_blocks_are_freed(
+def test_hash_that_is_written_just_before_blocks_are_freed(
     tiny_model: Path, async_scheduling: bool, steps: int, is_preempted: bool
 ) -> None:
     """As it is when drafts turn out to be right."""

@@ -217,7 +217,7 @@ def _log_of_a_failure(server: Server) -> Iterator[None]:
     print(server.log_tail())  # pytest shows it where the test failed
 
 
-def test_the_engine_runs_in_processes_of_its_own(server: Server) -> None:
+def test_engine_runs_in_processes_of_its_own(server: Server) -> None:
     assert len(server.processes()) > 1
     assert "TieredKVConnector" in server.log.read_text()
     # As vLLM's own lines: with level, time and process.
@@ -225,7 +225,7 @@ def test_the_engine_runs_in_processes_of_its_own(server: Server) -> None:
     assert re.search(line, server.log.read_text())
 
 
-def test_an_answer_from_the_cpu_tier_is_the_computed_one(server: Server) -> None:
+def test_answer_from_the_cpu_tier_is_the_computed_one(server: Server) -> None:
     hits = "vllm:tiered_kv_hit_tokens_total"
     block = int(server.label("vllm:cache_config_info", "block_size"))
     computed = server.ask()
@@ -412,7 +412,7 @@ def replay(server: Server, folder: Path, url: str, *flags: str) -> tuple[int, di
 
 
 @pytest.mark.slow
-def test_a_replay_finds_the_cache_right(server: Server, tmp_path: Path) -> None:
+def test_replay_finds_the_cache_right(server: Server, tmp_path: Path) -> None:
     status, report, shown = replay(server, tmp_path, f"http://127.0.0.1:{server.port}")
     assert status == 0, shown
     assert report["model"] == "smollm2"
@@ -464,7 +464,7 @@ class Forger(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.mark.slow
-def test_a_replay_notices_one_other_token(server: Server, tmp_path: Path) -> None:
+def test_replay_notices_one_other_token(server: Server, tmp_path: Path) -> None:
     handler = type("Handler", (Forger,), {"port": server.port})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as forger:
         threading.Thread(target=forger.serve_forever, daemon=True).start()
@@ -477,7 +477,7 @@ def test_a_replay_notices_one_other_token(server: Server, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_replay_notices_a_tier_with_wrong_bytes(server: Server, tmp_path: Path) -> None:
+def test_replay_notices_a_tier_with_wrong_bytes(server: Server, tmp_path: Path) -> None:
     """Bits of the engine's CPU tier are flipped from outside, as broken memory would."""
     url = f"http://127.0.0.1:{server.port}"
     assert replay(server, tmp_path, url)[0] == 0

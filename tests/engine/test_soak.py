@@ -42,7 +42,7 @@ def test_random_requests_and_faults_leave_nothing_behind(soak: ToySoak) -> None:
     assert not soak.counts["differing_blocks"]
 
 
-def test_a_soak_can_fail(soak: ToySoak, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_soak_can_fail(soak: ToySoak, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says which seed and which episode, and what happened last."""
     open_engine = _Episode._open
 

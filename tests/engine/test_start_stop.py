@@ -53,7 +53,7 @@ def fill(toy: ToyEngine) -> None:
     toy.arena[:] = 1  # touched, so that it would be missed
 
 
-def test_the_cpu_tier_alone(tiny_model: Path) -> None:
+def test_cpu_tier_alone(tiny_model: Path) -> None:
     def one() -> None:
         toy = ToyEngine(tiny_model, cpu_blocks=ARENA_BLOCKS)
         fill(toy)

@@ -88,7 +88,7 @@ def test_storms_over_ranks(tiny_model: Path, async_scheduling: bool, step_loads:
     storm(engine, 2, resets=False)
 
 
-def test_a_tail_is_stored_when_all_of_its_tokens_are_there(
+def test_tail_is_stored_when_all_of_its_tokens_are_there(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     engine = tailed(tiny_model, async_scheduling, max_tokens_per_step=5)
@@ -122,7 +122,7 @@ def test_request_restarted_behind_its_prompt_has_no_tail(tiny_model: Path, step_
     assert_tier_is_right(engine)
 
 
-def test_a_tail_is_one_of_the_blocks_that_are_missed(
+def test_tail_is_one_of_the_blocks_that_are_missed(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     engine = tailed(tiny_model, async_scheduling)
@@ -140,7 +140,7 @@ def test_a_tail_is_one_of_the_blocks_that_are_missed(
 # ---- failures -----------------------------------------------------------------------------------
 
 
-def test_a_failed_step_stores_the_tails_of_all_again(tiny_model: Path) -> None:
+def test_failed_step_stores_the_tails_of_all_again(tiny_model: Path) -> None:
     """Nothing of that step becomes readable, whoever computed it."""
     engine = tailed(tiny_model, max_tokens_per_step=64)
     failing, other = seeded_prompt(4, 31), seeded_prompt(5, 19)
@@ -160,7 +160,7 @@ def test_a_failed_step_stores_the_tails_of_all_again(tiny_model: Path) -> None:
     assert_tier_is_right(engine)
 
 
-def test_a_tail_that_was_made_from_bad_blocks_is_forgotten(tiny_model: Path) -> None:
+def test_tail_that_was_made_from_bad_blocks_is_forgotten(tiny_model: Path) -> None:
     """Another connector says late that its load has failed: the tail is there by then."""
     engine = tailed(tiny_model)
     ids = seeded_prompt(6, 30)
@@ -183,7 +183,7 @@ def test_a_tail_that_was_made_from_bad_blocks_is_forgotten(tiny_model: Path) -> 
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_a_load_of_a_tail_that_fails_is_computed(
+def test_load_of_a_tail_that_fails_is_computed(
     tiny_model: Path, async_scheduling: bool, on_gpu: bool
 ) -> None:
     engine = tailed(tiny_model, async_scheduling, extra={"step_loads": "never"})
@@ -220,7 +220,7 @@ def test_tail_of_a_replaced_adapter_is_not_stored(tiny_model: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_tail_from_a_daemon_is_kept_where_the_other_blocks_are(
+def test_tail_from_a_daemon_is_kept_where_the_other_blocks_are(
     tiny_model: Path, tmp_path: Path, async_scheduling: bool, transport: str
 ) -> None:
     """Or the next one would find all but the tail here, and ask nobody for that."""
@@ -238,7 +238,7 @@ def test_a_tail_from_a_daemon_is_kept_where_the_other_blocks_are(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_block_that_a_daemons_tail_becomes_is_stored(
+def test_block_that_a_daemons_tail_becomes_is_stored(
     tiny_model: Path, tmp_path: Path, async_scheduling: bool, transport: str
 ) -> None:
     """No daemon has it: whoever stored the tail said a single token."""
@@ -257,7 +257,7 @@ def test_the_block_that_a_daemons_tail_becomes_is_stored(
 
 
 @pytest.mark.parametrize("length", [256, 258, 262])
-def test_a_tail_may_be_where_the_daemon_is_chosen_anew(
+def test_tail_may_be_where_the_daemon_is_chosen_anew(
     tiny_model: Path, tmp_path: Path, async_scheduling: bool, length: int
 ) -> None:
     """The 65th block decides about those that follow it, also if it is a tail."""

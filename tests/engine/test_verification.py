@@ -44,13 +44,13 @@ def counts(engine: ToyEngine, tier: str = CPU) -> dict[str, float]:
 
 def assert_at_rest(engine: ToyEngine) -> None:
     engine.assert_at_rest()
-    assert not engine.half.verification.has_open
+    assert not engine.half.ledger.has_open_comparisons
     assert not engine.half.ledger.fence._open
     # Spare slots went back: whatever is in use is readable.
     assert len(engine.half.index.slots()) == len(engine.half.index)
 
 
-def test_the_same_requests_are_always_chosen_and_as_many_as_asked_for() -> None:
+def test_same_requests_are_always_chosen_and_as_many_as_asked_for() -> None:
     ids = [f"chatcmpl-{n}" for n in range(4000)]
     chosen = [i for i in ids if is_chosen(i, 0.25)]
     assert 850 < len(chosen) < 1150
@@ -66,7 +66,7 @@ def test_engine_without_verification_has_no_verifier(tiny_model: Path) -> None:
     assert engine.worker.worker_half._verifier is None
 
 
-def test_a_hit_is_computed_and_found_equal(tiny_model: Path, async_scheduling: bool) -> None:
+def test_hit_is_computed_and_found_equal(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=256, extra_config=ALWAYS)
     ids = seeded_prompt(1)
     ask(engine, ids)
@@ -96,13 +96,13 @@ def test_missing_verdicts_do_not_keep_the_engine_stepping(
     report = engine.worker.build_connector_worker_meta
     engine.worker.build_connector_worker_meta = lambda: lost.append(report())
     ask(engine, ids)
-    assert not engine.half.verification.has_open
+    assert not engine.half.ledger.has_open_comparisons
     assert caplog.text.count("workers sent no report") == 1
     assert counts(engine)["skipped"] == 10
     engine.worker.build_connector_worker_meta = report
     for told in filter(None, lost):
         engine.half.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
-    while engine.half.verification._ledger._open:  # what ends now is reported with later steps
+    while engine.half.ledger._comparisons:  # what ends now is reported with later steps
         ask(engine, ids[:2], 1)
     assert counts(engine) == {"verified": 0, "inexact": 0, "different": 0, "skipped": 10}
     assert_at_rest(engine)
@@ -139,7 +139,7 @@ def test_blocks_of_windows_are_compared_too(
     engine.close()
 
 
-def test_a_bad_block_is_named_counted_and_evicted(
+def test_bad_block_is_named_counted_and_evicted(
     tiny_model: Path, async_scheduling: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=256, extra_config=ALWAYS)
@@ -180,7 +180,7 @@ def test_every_bad_block_is_named(tiny_model: Path, caplog: pytest.LogCaptureFix
     engine.close()
 
 
-def test_a_daemon_that_cannot_be_asked_to_forget_is_named(
+def test_daemon_that_cannot_be_asked_to_forget_is_named(
     tiny_model: Path, daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     toy = engine_at(tiny_model, daemon.endpoint)
@@ -236,7 +236,7 @@ def test_spare_slots_are_few_and_the_rest_follows_in_later_steps(
     engine.close()
 
 
-def test_a_request_that_ends_too_soon_leaves_blocks_unverified(tiny_model: Path) -> None:
+def test_request_that_ends_too_soon_leaves_blocks_unverified(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model, cpu_blocks=32, extra_config=ALWAYS)
     engine.copier.max_delay = 8
     ids = seeded_prompt(1)
@@ -265,7 +265,7 @@ def test_request_with_lost_adapter_reports_no_mismatch(tiny_model: Path) -> None
     engine.close()
 
 
-def test_an_idle_engine_goes_on_until_all_is_compared(tiny_model: Path) -> None:
+def test_idle_engine_goes_on_until_all_is_compared(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model, cpu_blocks=256, extra_config=ALWAYS)
     ids = seeded_prompt(1)
     ask(engine, ids)
@@ -290,9 +290,9 @@ def in_its_first_chunk(model: Path) -> tuple[ToyEngine, str]:
     return engine, request
 
 
-def test_an_aborted_request_leaves_nothing_behind(tiny_model: Path) -> None:
+def test_aborted_request_leaves_nothing_behind(tiny_model: Path) -> None:
     engine, request = in_its_first_chunk(tiny_model)
-    assert engine.half.verification.has_open
+    assert engine.half.ledger.has_open_comparisons
     engine.abort(request)
     engine.run()
     found = counts(engine)
@@ -302,7 +302,7 @@ def test_an_aborted_request_leaves_nothing_behind(tiny_model: Path) -> None:
     engine.close()
 
 
-def test_a_preempted_request_is_loaded_the_second_time(tiny_model: Path) -> None:
+def test_preempted_request_is_loaded_the_second_time(tiny_model: Path) -> None:
     engine, request = in_its_first_chunk(tiny_model)
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     engine.run()
@@ -323,7 +323,7 @@ def test_after_a_reset_nothing_is_believed(tiny_model: Path) -> None:
     engine.drop_gpu_cache()
     engine.add(ids, 6)
     engine.step()
-    assert engine.half.verification.has_open
+    assert engine.half.ledger.has_open_comparisons
     engine.scheduler.connector.reset_cache()
     engine.run()
     assert counts(engine) == {"verified": 0, "inexact": 0, "different": 0, "skipped": 30}
@@ -341,7 +341,7 @@ def test_blocks_reported_invalid_to_vllm_report_no_mismatch(tiny_model: Path) ->
     engine.drop_gpu_cache()
     engine.add(ids, 6)
     engine.step()
-    assert engine.half.verification.has_open
+    assert engine.half.ledger.has_open_comparisons
     engine.half._recover_from_invalid_blocks({0})
     engine.run()
     assert counts(engine)["different"] == 0

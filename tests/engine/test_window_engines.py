@@ -57,7 +57,7 @@ def test_each_prompt_is_found_as_by_vllm_itself(fresh: RealEngine) -> None:
     fresh.assert_at_rest()
 
 
-def test_a_prefix_is_found_wherever_prompts_part(fresh: RealEngine) -> None:
+def test_prefix_is_found_wherever_prompts_part(fresh: RealEngine) -> None:
     """The window at that point was passed long before the first prompt ended."""
     long = PROMPTS[-1]
     fresh.ask([long], COUNT)
@@ -74,7 +74,7 @@ def test_a_prefix_is_found_wherever_prompts_part(fresh: RealEngine) -> None:
     fresh.assert_at_rest()
 
 
-def test_the_next_turn_finds_the_answer(fresh: RealEngine) -> None:
+def test_next_turn_finds_the_answer(fresh: RealEngine) -> None:
     (first,) = fresh.ask([PROMPTS[1]], 70)
     fresh.drop_gpu_cache()
     (second,) = fresh.ask([[*PROMPTS[1], *first.tokens, 5, 6, 7]], COUNT)
@@ -90,7 +90,7 @@ def test_all_at_once(fresh: RealEngine) -> None:
     fresh.assert_at_rest()
 
 
-def test_a_planted_corruption_is_seen(fresh: RealEngine) -> None:
+def test_planted_corruption_is_seen(fresh: RealEngine) -> None:
     expected = found_by_vllm(fresh)
     arena = fresh.worker_half.arena
     arena.bytes_at(0, arena.nbytes)[:] ^= 0x15

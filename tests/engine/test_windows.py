@@ -28,7 +28,7 @@ from vllm_tiered_kv.metrics import names
 
 
 @EVERY_SHAPE
-def test_a_repeated_prompt_loads_what_its_windows_reach(
+def test_repeated_prompt_loads_what_its_windows_reach(
     tiny_model: Path, async_scheduling: bool, shape: dict
 ) -> None:
     engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=128, **shape)
@@ -71,7 +71,7 @@ def test_shared_prefix_partly_on_the_gpu_is_found(
 
 
 @EVERY_SHAPE
-def test_the_next_turn_finds_what_was_generated(
+def test_next_turn_finds_what_was_generated(
     tiny_model: Path, async_scheduling: bool, shape: dict
 ) -> None:
     for count in (1, 2, 11, 24, 39):
@@ -100,7 +100,7 @@ def test_missing_window_ends_the_hit_before_it(tiny_model: Path) -> None:
     engine.assert_at_rest()
 
 
-def test_a_load_that_is_cut_short_ends_in_another_window(
+def test_load_that_is_cut_short_ends_in_another_window(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Computing the rest would be faster: where the load then ends, a window must be whole."""
@@ -121,7 +121,7 @@ def test_a_load_that_is_cut_short_ends_in_another_window(
     engine.assert_at_rest()
 
 
-def test_a_failed_load_starts_over_from_what_the_gpu_has(
+def test_failed_load_starts_over_from_what_the_gpu_has(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     engine = ToyEngine(tiny_model, async_scheduling, windows=(None, 10), cpu_blocks=128)
@@ -222,7 +222,7 @@ def test_engines_with_other_windows_share_nothing(tiny_model: Path) -> None:
 
 
 @EVERY_SHAPE
-def test_the_checks_above_can_fail(tiny_model: Path, shape: dict) -> None:
+def test_checks_above_can_fail(tiny_model: Path, shape: dict) -> None:
     """Any flipped bit of what is loaded is a wrong read."""
     engine = ToyEngine(tiny_model, cpu_blocks=128, **shape)
     ids = prompt(random.Random(1), 75)

@@ -56,7 +56,7 @@ def worker(engine: ToyEngine) -> WorkerHalf:
 
 
 @pytest.mark.parametrize("layout", ["LBNHC", "LBHNC", "BLNHC", "BLHNC"])
-def test_a_recurrent_block_holds_the_states_of_its_layers(tmp_path: Path, layout: str) -> None:
+def test_recurrent_block_holds_the_states_of_its_layers(tmp_path: Path, layout: str) -> None:
     """Behind each other, as vLLM's layers see them, without the padding between pages."""
     page = FULL.page_size_bytes
     shapes, dtypes = ((3, 8), (4, 16)), (torch.bfloat16, torch.float32)
@@ -190,12 +190,12 @@ def test_cut_blocks_are_refused_only_where_there_is_a_daemon(
         engine.close()
 
 
-def test_a_device_we_do_not_know_is_refused() -> None:
+def test_device_we_do_not_know_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="not 'xpu'"):
         _pinning(torch.device("xpu"))
 
 
-def test_a_device_that_failed_does_not_disturb_the_shutdown(
+def test_device_that_failed_does_not_disturb_the_shutdown(
     engine: ToyEngine, worker: WorkerHalf, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker.register_kv_caches(caches(1), engine.kv_cache_config)

@@ -233,7 +233,7 @@ def test_load_after_a_fence_follows_awaited_stores(bench: Bench, waits: bool) ->
     assert bench.block(3) == loaded
 
 
-def test_a_forward_waits_for_the_oldest_of_too_large_a_backlog(
+def test_forward_waits_for_the_oldest_of_too_large_a_backlog(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_copier, "_MAX_BACKLOG_BYTES", LAYERS * PAGE)
@@ -251,7 +251,7 @@ def test_a_forward_waits_for_the_oldest_of_too_large_a_backlog(
     assert [store.job_id for store in bench.finish()[0]] == [3]
 
 
-def test_a_load_waits_for_the_fence_and_not_for_the_forward(bench: Bench) -> None:
+def test_load_waits_for_the_fence_and_not_for_the_forward(bench: Bench) -> None:
     content = bench.block(5)
     bench.copier.store(1, pairs([5], [0]))
     bench.finish()
@@ -315,9 +315,7 @@ def test_forward_waits_for_its_early_load(bench: Bench, by_layer: bool) -> None:
 
 
 @pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by-layer"])
-def test_a_load_may_overtake_the_step_under_way_but_not_stores(
-    bench: Bench, by_layer: bool
-) -> None:
+def test_load_may_overtake_the_step_under_way_but_not_stores(bench: Bench, by_layer: bool) -> None:
     truth = in_slots(bench, 4)
     read = [bench.block(n) for n in (50, 51)]
     held_up = torch.cuda.Event()
@@ -414,7 +412,7 @@ def test_many_loads_of_all_sizes(bench: Bench) -> None:
             assert bench.block(int(target)) == truth[slot], round_
 
 
-def test_a_failing_copy_ahead_is_done_in_the_simplest_way(
+def test_failing_copy_ahead_is_done_in_the_simplest_way(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     truth = in_slots(bench, 2)
@@ -472,7 +470,7 @@ def test_bad_ids_are_reported_not_raised(bench: Bench) -> None:
     assert bench.finish()[0][0].stored == 1
 
 
-def test_a_channel_reads_shared_memory_behind_the_fence(bench: Bench) -> None:
+def test_channel_reads_shared_memory_behind_the_fence(bench: Bench) -> None:
     """As blocks of a daemon's memory are loaded: a mapped memfd, pinned in pieces, own stream."""
     arena = SharedArena.create(64 * 102_400)
     pinner = BackgroundPinner(

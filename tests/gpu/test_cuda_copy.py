@@ -236,7 +236,7 @@ def test_ranges_to_host_and_back(nbytes: int, default_stream: bool, stream: cuda
         np.testing.assert_array_equal(on_host(device_gpu), expected)
 
 
-def test_the_whole_way_out_and_back(stream: cuda.Stream) -> None:
+def test_gathered_blocks_are_scattered_back_unchanged(stream: cuda.Stream) -> None:
     shape = MORE_SHAPES[0]
     pitch, count = slot_pitch(shape), 16
     memory = random_bytes(shape.nbytes, 1)
@@ -288,7 +288,7 @@ def test_the_whole_way_out_and_back(stream: cuda.Stream) -> None:
     staging.close()
 
 
-def test_a_stream_waits_for_an_event_of_another(stream: cuda.Stream) -> None:
+def test_stream_waits_for_an_event_of_another(stream: cuda.Stream) -> None:
     shape = SHAPES[0]
     memory_gpu = on_device(np.zeros(shape.nbytes, dtype=np.uint8))
     slots_gpu = on_device(np.zeros(shape.num_blocks * slot_pitch(shape), dtype=np.uint8))

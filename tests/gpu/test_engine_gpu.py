@@ -83,7 +83,7 @@ def forget_all(engine: RealEngine) -> None:
     engine.kv_bytes.clear()
 
 
-def test_a_tier_hit_is_a_device_hit(engine: RealEngine) -> None:
+def test_tier_hit_is_a_device_hit(engine: RealEngine) -> None:
     forget_all(engine)
     loaded = 0
     same_as_cold = 0
@@ -183,7 +183,7 @@ def test_slow_stores_read_what_was_computed_though_blocks_are_reused_at_once(
     forget_all(engine)
 
 
-def test_a_flipped_byte_is_noticed(engine: RealEngine) -> None:
+def test_flipped_byte_is_noticed(engine: RealEngine) -> None:
     forget_all(engine)
     ids = PROMPTS[2]
     engine.ask([ids], COUNT)
@@ -250,7 +250,7 @@ def test_all_at_once_with_aborts(engine: RealEngine) -> None:
     assert wrong == 0
 
 
-def test_a_batch_begins_to_load_while_it_is_planned(engine: RealEngine) -> None:
+def test_batch_begins_to_load_while_it_is_planned(engine: RealEngine) -> None:
     forget_all(engine)
     batch = PROMPTS[:6]
     for ids in batch:

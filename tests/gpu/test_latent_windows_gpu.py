@@ -75,7 +75,7 @@ def chosen_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
-def test_a_tier_hit_is_a_device_hit(tmp_path: Path, eager: bool) -> None:
+def test_tier_hit_is_a_device_hit(tmp_path: Path, eager: bool) -> None:
     model = window_models.write(tmp_path, MODEL)
     rng = random.Random(5)
     prompts = [[rng.randrange(3, 1000) for _ in range(length)] for length in LENGTHS]

@@ -36,7 +36,7 @@ def test_device_memory_that_cannot_be_had_is_asked_for_by_halves() -> None:
     assert torch.cuda.mem_get_info()[0] == free
 
 
-def test_an_engine_with_nine_tenths_of_the_device(tmp_path: Path) -> None:
+def test_engine_with_nine_tenths_of_the_device(tmp_path: Path) -> None:
     total = torch.cuda.mem_get_info()[1]
     rng = random.Random(9)
     prompts = [[rng.randrange(1000, 150_000) for _ in range(8_000)] for _ in range(6)]

@@ -67,7 +67,7 @@ def drafts_of(engine: RealEngine) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", list(KINDS))
-def test_a_tier_hit_is_a_device_hit(
+def test_tier_hit_is_a_device_hit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     kind = KINDS[name]

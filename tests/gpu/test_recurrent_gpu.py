@@ -125,7 +125,7 @@ MODELS = {"qwen3_next": QWEN3_NEXT, "granite": GRANITE, "nemotron_h": NEMOTRON_H
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_a_tier_hit_is_a_device_hit(tmp_path: Path, name: str) -> None:
+def test_tier_hit_is_a_device_hit(tmp_path: Path, name: str) -> None:
     rng = random.Random(5)
     prompts = [[rng.randrange(3, 1000) for _ in range(length)] for length in LENGTHS]
     with real_engine(

@@ -63,7 +63,7 @@ def engine(
         yield running
 
 
-def test_a_hit_in_the_daemon_is_a_device_hit(engine: RealEngine) -> None:
+def test_hit_in_the_daemon_is_a_device_hit(engine: RealEngine) -> None:
     loaded = 0
     for ids in PROMPTS:
         engine.ask([ids], COUNT)

@@ -27,7 +27,7 @@ COUNT = 16
 LENGTHS = (10_240, 10_239, 4_098, 3_000, 777, 130, 31, 14)
 
 
-def test_a_repeated_prompt_computes_one_token(tmp_path: Path) -> None:
+def test_repeated_prompt_computes_one_token(tmp_path: Path) -> None:
     rng = random.Random(9)
     prompts = [[rng.randrange(1000, 150_000) for _ in range(length)] for length in LENGTHS]
     options = {"cpu_memory": "4GiB", "reuse_partial_tail": True, "load_policy": "always"}

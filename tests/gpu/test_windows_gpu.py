@@ -39,7 +39,7 @@ LENGTHS = (6_000, 4_097, 1_500, 777)
 
 
 @pytest.mark.parametrize("name", ["GEMMA3", "MISTRAL", "GPT_OSS", "LLAMA4"])
-def test_a_tier_hit_is_a_device_hit(tmp_path: Path, name: str) -> None:
+def test_tier_hit_is_a_device_hit(tmp_path: Path, name: str) -> None:
     model = window_models.write(tmp_path, {**getattr(window_models, name), **SHAPE})
     rng = random.Random(5)
     prompts = [[rng.randrange(3, 1000) for _ in range(length)] for length in LENGTHS]

@@ -57,7 +57,7 @@ def test_one_command_makes_an_archive_and_a_wheel_with_both_modules(
     assert {name for name in names_of(wheel) if ".so" in name} == modules
 
 
-def test_the_tag_promises_no_older_c_library_than_the_modules_need(wheel: Path) -> None:
+def test_tag_promises_no_older_c_library_than_the_modules_need(wheel: Path) -> None:
     """The tag is auditwheel's; what the modules need is read from their symbol versions here."""
     tag = re.search(r"-manylinux_(\d+)_(\d+)_x86_64\.whl$", wheel.name)
     assert tag is not None, wheel.name
@@ -83,7 +83,7 @@ def without_compilers(folder: Path) -> str:
     return str(folder)
 
 
-def test_an_engine_runs_from_the_wheel_where_nothing_can_be_compiled(
+def test_engine_runs_from_the_wheel_where_nothing_can_be_compiled(
     wheel: Path, tmp_path: Path
 ) -> None:
     vllm = pytest.importorskip("vllm", reason="vLLM is not installed here: run `make test`")

@@ -143,7 +143,7 @@ def sources(tree: Path) -> set[str]:
     }
 
 
-def test_the_wheel_holds_the_package_and_no_more(built: Built) -> None:
+def test_wheel_holds_the_package_and_no_more(built: Built) -> None:
     names = names_of(built.wheel)
     info = {name for name in names if name.split("/")[0].endswith(".dist-info")}
     assert names - info == sources(built.tree) | {NATIVE}
@@ -157,7 +157,7 @@ def test_the_wheel_holds_the_package_and_no_more(built: Built) -> None:
     assert "Root-Is-Purelib: false" in built.read(".dist-info/WHEEL")
 
 
-def test_the_wheel_names_neither_vllm_nor_torch(built: Built) -> None:
+def test_wheel_names_neither_vllm_nor_torch(built: Built) -> None:
     metadata = built.metadata()
     needed = {
         re.split(r"[^A-Za-z0-9._-]", requirement)[0].lower()
@@ -171,7 +171,7 @@ def test_the_wheel_names_neither_vllm_nor_torch(built: Built) -> None:
     assert metadata["Requires-Python"] == ">=3.10"
 
 
-def test_the_page_in_the_wheel_has_no_relative_link(built: Built) -> None:
+def test_page_in_the_wheel_has_no_relative_link(built: Built) -> None:
     metadata = built.metadata()
     assert metadata["Description-Content-Type"].startswith("text/markdown")
     links = re.findall(r"\]\(([^)]+)\)", metadata.get_payload())
@@ -179,7 +179,7 @@ def test_the_page_in_the_wheel_has_no_relative_link(built: Built) -> None:
     assert [link for link in links if not link.startswith("https://")] == []
 
 
-def test_the_wheel_brings_plugin_and_command(built: Built) -> None:
+def test_wheel_brings_plugin_and_command(built: Built) -> None:
     parsed = configparser.ConfigParser()
     parsed.read_string(built.read(".dist-info/entry_points.txt"))
     assert {section: dict(parsed[section]) for section in parsed.sections()} == {
@@ -192,7 +192,7 @@ def test_the_wheel_brings_plugin_and_command(built: Built) -> None:
     }
 
 
-def test_the_source_archive_is_enough_to_build(built: Built) -> None:
+def test_source_archive_is_enough_to_build(built: Built) -> None:
     with tarfile.open(built.sdist) as archive:
         names = {
             name.partition("/")[2] for name in (m.name for m in archive.getmembers() if m.isfile())
@@ -208,7 +208,7 @@ def test_the_source_archive_is_enough_to_build(built: Built) -> None:
     assert not {name for name in names if name.endswith((".so", ".o", ".pyc"))}
 
 
-def test_the_wheel_works_where_there_is_only_numpy(built: Built, tmp_path: Path) -> None:
+def test_wheel_works_where_there_is_only_numpy(built: Built, tmp_path: Path) -> None:
     fresh = tmp_path / "fresh"
     venv.create(fresh, with_pip=True, symlinks=True)
     python = fresh / "bin" / "python"

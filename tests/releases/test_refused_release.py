@@ -57,7 +57,7 @@ def run_engine(folder: Path, transfer: dict[str, Any] | None) -> subprocess.Comp
     )
 
 
-def test_an_engine_that_does_not_ask_for_the_cache_runs(tmp_path: Path) -> None:
+def test_engine_that_does_not_ask_for_the_cache_runs(tmp_path: Path) -> None:
     done = run_engine(tmp_path, None)
     assert done.returncode == 0, done.stdout[-4000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]

@@ -7,7 +7,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -362,9 +362,11 @@ def test_memory_attached_by_another_thread_is_unmapped_after_the_daemons_death(
     daemon.restart()
     eventually(lambda: not first.alive)
 
-    def attach_as_the_second() -> SharedMemory | None:
+    def attach_as_the_second(
+        on_unsettled: Callable[[], None], on_unmap: Callable[[SharedMemory], None]
+    ) -> SharedMemory | None:
         local._mapped = [first]
-        return attach()
+        return attach(on_unsettled, on_unmap)
 
     with monkeypatch.context() as patch:
         patch.setattr(store, "attach", attach_as_the_second)

@@ -379,11 +379,10 @@ def test_closed_store_attaches_nothing(
     assert breaker.happens is None
 
 
-def test_closed_store_keeps_memory_mapped_for_its_readers(
-    store: RemoteStore, memory: SharedMemory
-) -> None:
+def test_closed_store_keeps_memory_mapped_for_its_readers(store: RemoteStore) -> None:
     seen: list[bytes] = []
-    memory.on_unmap = lambda: seen.append(bytes(memory.arena.view(0, 8)))
+    memory = store.attach(on_unmap=lambda closing: seen.append(bytes(closing.arena.view(0, 8))))
+    assert memory is not None
     assert memory.enter()
     assert memory.enter()
     store.close()

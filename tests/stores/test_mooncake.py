@@ -314,9 +314,10 @@ def test_store_without_its_master_is_absent_and_used_once_it_is_there() -> None:
     with mooncake_servers() as servers:
         servers.kill()
         begin = time.monotonic()
-        store = open_store(BackingOptions(servers.url, timeout_s=TIMEOUT_S))
         unanswered: list[int] = []
-        store.on_unanswered = lambda: unanswered.append(1)
+        options = BackingOptions(servers.url, timeout_s=TIMEOUT_S)
+        store = open_store(options, lambda: unanswered.append(1))
+        unanswered.clear()  # of opening
         key = store_key("a")
         assert_lacks(store, key)
         assert store.put([item(key)]) == [PutResult.FAILED]

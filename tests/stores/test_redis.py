@@ -6,7 +6,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -68,8 +68,10 @@ def empty(server: RedisServer) -> RedisServer:
     return server
 
 
-def open_redis(url: str, timeout_s: float = TIMEOUT_S) -> Any:
-    return open_store(BackingOptions(url, timeout_s=timeout_s))
+def open_redis(
+    url: str, timeout_s: float = TIMEOUT_S, on_unanswered: Callable[[], None] = lambda: None
+) -> Any:
+    return open_store(BackingOptions(url, timeout_s=timeout_s), on_unanswered)
 
 
 @pytest.fixture
@@ -444,9 +446,9 @@ def test_absent_server_costs_misses_until_it_is_there(
     require_redis()
     caplog.set_level(logging.WARNING)
     late = RedisServer(tmp_path / "redis")
-    store = open_redis(late.url)
     unanswered: list[None] = []
-    store.on_unanswered = lambda: unanswered.append(None)
+    store = open_redis(late.url, on_unanswered=lambda: unanswered.append(None))
+    unanswered.clear()  # of opening
     key = store_key("a")
     begin = time.monotonic()
     assert_lacks(store, key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,10 @@ def prefix() -> str:
     return next(_prefixes)
 
 
-def open_s3(url: str, timeout_s: float = TIMEOUT_S) -> Any:
-    return open_store(BackingOptions(url, timeout_s=timeout_s))
+def open_s3(
+    url: str, timeout_s: float = TIMEOUT_S, on_unanswered: Callable[[], None] = lambda: None
+) -> Any:
+    return open_store(BackingOptions(url, timeout_s=timeout_s), on_unanswered)
 
 
 def unchecked_s3(url: str) -> Any:
@@ -75,7 +77,7 @@ def unchecked_s3(url: str) -> Any:
     from vllm_tiered_kv.stores.s3.settings import parse_settings
     from vllm_tiered_kv.stores.s3.store import S3Store
 
-    return S3Store(parse_settings(BackingOptions(url)))
+    return S3Store(parse_settings(BackingOptions(url)), lambda: None)
 
 
 @pytest.fixture
@@ -422,9 +424,9 @@ def test_absent_service_costs_misses_until_it_is_there(
     require_s3()
     caplog.set_level(logging.WARNING)
     late = S3Server(tmp_path)
-    store = open_s3(late.url())
     unanswered: list[None] = []
-    store.on_unanswered = lambda: unanswered.append(None)
+    store = open_s3(late.url(), on_unanswered=lambda: unanswered.append(None))
+    unanswered.clear()  # of opening
     key = store_key("a")
     begin = time.monotonic()
     assert_lacks(store, key)

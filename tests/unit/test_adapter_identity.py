@@ -35,7 +35,7 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return seen
 
 
-def test_an_adapter_is_read_once_until_it_changes(tmp_path: Path, readings: list[Path]) -> None:
+def test_adapter_is_read_once_until_it_changes(tmp_path: Path, readings: list[Path]) -> None:
     folder = write_adapter(tmp_path / "a")
     weights = folder / "adapter_model.safetensors"
     os.utime(weights, (1, 1))
@@ -53,7 +53,7 @@ def test_an_adapter_is_read_once_until_it_changes(tmp_path: Path, readings: list
     assert len({first, changed, adapter_digest("a", str(folder))}) == 3
 
 
-def test_an_adapter_of_the_same_size_and_time_is_another(tmp_path: Path) -> None:
+def test_adapter_of_the_same_size_and_time_is_another(tmp_path: Path) -> None:
     """As those are that come out of an archive made to be reproducible."""
     folder = write_adapter(tmp_path / "a")
     weights = folder / "adapter_model.safetensors"
@@ -107,7 +107,7 @@ def test_every_byte_of_an_adapter_counts(tmp_path: Path) -> None:
     assert len(seen) == 5
 
 
-def test_an_adapter_that_is_not_here_has_no_digest(
+def test_adapter_that_is_not_here_has_no_digest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hub's may be another one tomorrow under the same name."""

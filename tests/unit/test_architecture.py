@@ -86,7 +86,7 @@ def test_folders_of_other_processes_are_not_imported(folder: str, other: str) ->
         assert not [name for name in imports(path) if name.startswith(prefix)], path.name
 
 
-def test_the_lower_rooms_load_without_torch_and_vllm() -> None:
+def test_lower_packages_load_without_torch_and_vllm() -> None:
     has_obstore = sys.version_info >= (3, 11)
     modules = [
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)

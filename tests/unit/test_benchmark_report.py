@@ -35,7 +35,7 @@ def stored() -> Results:
     return Results.load()
 
 
-def test_the_pages_are_what_the_results_give(stored: Results) -> None:
+def test_pages_are_what_the_results_give(stored: Results) -> None:
     readme = report.README.read_text()
     for page, made in (
         (report.PAGE, report.page(stored)),
@@ -46,7 +46,7 @@ def test_the_pages_are_what_the_results_give(stored: Results) -> None:
     assert "<!-- generated: results -->" in readme
 
 
-def test_the_page_for_users_has_every_section(stored: Results) -> None:
+def test_page_for_users_has_every_section(stored: Results) -> None:
     assert all(overview.sections(stored))
     assert overview.sections(Results(())) == [""] * len(overview.sections(stored))
     assert overview.headline(Results(())) == ""
@@ -55,7 +55,7 @@ def test_the_page_for_users_has_every_section(stored: Results) -> None:
     assert all(re.search(r"\| \d+\.\d \|$", row) for row in rows[2:])
 
 
-def test_the_page_for_users_has_no_number_that_the_details_lack(stored: Results) -> None:
+def test_page_for_users_has_no_number_that_the_details_lack(stored: Results) -> None:
     """Medians and quartiles of the tables; times of many chats are rounded in both."""
     details = report.details(stored)
     found = re.findall(r"\d[\d,]*\.\d+ \([\d,.]+ … [\d,.]+\)", report.page(stored))
@@ -63,14 +63,14 @@ def test_the_page_for_users_has_no_number_that_the_details_lack(stored: Results)
     assert [spread for spread in found if spread not in details] == []
 
 
-def test_the_plots_are_of_these_results(stored: Results) -> None:
+def test_plots_are_of_these_results(stored: Results) -> None:
     made = report.all_plots(stored)
     assert [plot.name for plot in made if not plots.is_fresh(plot)] == []
     there = {path.name for path in plots.FOLDER.glob("*.svg")} if plots.FOLDER.exists() else set()
     assert there == {plot.file_name for plot in made}
 
 
-def test_the_details_show_every_plot(stored: Results) -> None:
+def test_details_show_every_plot(stored: Results) -> None:
     shown = re.findall(r"\(plots/(\S+)\.svg\)", report.details(stored))
     assert sorted(shown) == sorted(plot.name for plot in report.all_plots(stored))
 
@@ -194,7 +194,7 @@ def test_there_are_no_goals_without_a_gpu() -> None:
     assert found["groups"][0]["modes"].keys() == TIMES.keys()
 
 
-def test_the_section_shows_the_run() -> None:
+def test_section_shows_the_run() -> None:
     failed = {"simple": "died (exit code 1)"}
     results = Results((a_result(a_run(), failed=failed, not_run=["lmcache"]),))
     text = report.details(results)
@@ -256,7 +256,7 @@ def test_differences_are_taken_within_a_turn() -> None:
     assert paired_differences(samples, "tier_hit", "device_hit") == [20, 21]
 
 
-def test_a_result_is_written_without_its_raw_samples(tmp_path: Path) -> None:
+def test_result_is_written_without_its_raw_samples(tmp_path: Path) -> None:
     out = tmp_path / "new" / "a-box.json"
     save(out, {"median": 2}, {"samples": [1, 2, 3]})
     assert Results.load(out.parent).all == (Result("a-box", {"median": 2}),)
@@ -301,7 +301,7 @@ def test_every_mode_is_an_engine(tmp_path: Path) -> None:
         connector_spec("no_such_mode", scale, tmp_path)
 
 
-def test_a_plot_of_other_data_is_stale(tmp_path: Path) -> None:
+def test_plot_of_other_data_is_stale(tmp_path: Path) -> None:
     plot = Plot("a", "title", "x", "y", (Series("one", (1, 2), (3.0, 4.0)),))
     other = dataclasses.replace(plot, series=(Series("one", (1, 2), (3.0, 5.0)),))
     assert not plots.is_fresh(plot, tmp_path)
@@ -310,7 +310,7 @@ def test_a_plot_of_other_data_is_stale(tmp_path: Path) -> None:
     assert not plots.is_fresh(other, tmp_path)
 
 
-def test_a_drawn_plot_is_fresh(tmp_path: Path) -> None:
+def test_drawn_plot_is_fresh(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     line = Plot("a", "title", "x", "y", (Series("one", (1, 2), (3.0, 4.0)),))
     bar = Series("one", ("a", "b"), (3.0, 4.0), (2.5, 3.0), (3.5, 4.5))

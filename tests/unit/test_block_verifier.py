@@ -108,14 +108,14 @@ def test_blocks_not_copied_are_not_compared(bench: Bench) -> None:
     ]
 
 
-def test_a_comparison_that_breaks_is_reported_too(bench: Bench) -> None:
+def test_comparison_that_breaks_is_reported_too(bench: Bench) -> None:
     bench.remote["tcp://h:1", b"same"] = bench.blocks[8].tobytes()
     job = bench.at_daemon(1, [8, 8, 8], [b"same", b"bad", b"same"])
     assert bench.run(job) == [Verdict.EQUAL, Verdict.NOT_COMPARED, Verdict.NOT_COMPARED]
     assert bench.run(bench.local(2, [8], [8])) == [Verdict.EQUAL]
 
 
-def test_a_step_without_an_end_is_reported(bench: Bench) -> None:
+def test_step_without_an_end_is_reported(bench: Bench) -> None:
     bench.verifier.begin_step([bench.local(1, [8, 9], [1, 2])])
     bench.verifier.begin_step([])
     assert bench.verdicts() == {1: [Verdict.NOT_COMPARED] * 2}
@@ -167,7 +167,7 @@ def test_job_without_a_thread_is_not_compared(
     assert bench.run(bench.local(2, [0, 1], [0, 1])) == [Verdict.EQUAL] * 2
 
 
-def test_the_parts_of_a_recurrent_state_have_number_formats_of_their_own() -> None:
+def test_parts_of_a_recurrent_state_have_number_formats_of_their_own() -> None:
     """vLLM registers a recurrent layer as bytes. Compared as bytes, a state that was rounded
     differently would count as wrong."""
     caches = {
@@ -191,7 +191,7 @@ def test_the_parts_of_a_recurrent_state_have_number_formats_of_their_own() -> No
     }
 
 
-def test_the_undefined_part_of_a_state_is_not_compared() -> None:
+def test_undefined_part_of_a_state_is_not_compared() -> None:
     """A convolution keeps the inputs of drafts behind those that count."""
     caches = {"one": SimpleNamespace(dtype="torch.int8")}
     runs = {0: BlockRuns((), 1, (("one", 40),))}

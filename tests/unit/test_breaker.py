@@ -218,3 +218,15 @@ class BreakerMachine(RuleBasedStateMachine):
 
 TestBreakerMachine = BreakerMachine.TestCase
 TestBreakerMachine.settings = examples(60, stateful_step_count=40)
+
+
+def test_failures_and_refusals_are_counted(breaker: Breaker) -> None:
+    breaker.fail(begin(breaker), "x")
+    breaker.fail(begin(breaker), "x")
+    breaker.refuse(begin(breaker), "who are you")
+    assert (breaker.counts.failures, breaker.counts.refusals) == (2, 1)
+
+
+def test_forgotten_call_that_was_no_probe_changes_nothing(breaker: Breaker) -> None:
+    breaker.forget(begin(breaker))
+    assert breaker.state is CLOSED

@@ -33,7 +33,7 @@ def test_sizes(text: object, nbytes: int) -> None:
 @pytest.mark.parametrize(
     "text", ["20 parsecs", "", "-1GiB", "GiB", "1,5GiB", 0, -4, True, None, 1.5]
 )
-def test_a_bad_size_names_the_key(text: object) -> None:
+def test_bad_size_names_the_key(text: object) -> None:
     with pytest.raises(ConfigError, match="cpu_memory") as caught:
         parse_size("cpu_memory", text)
     assert caught.value.key == "cpu_memory"
@@ -70,7 +70,7 @@ def test_values_of_every_kind() -> None:
     assert config.copy_threads == 3
 
 
-def test_the_environment_wins_over_the_json() -> None:
+def test_environment_wins_over_the_json() -> None:
     environ = {"TIERED_KV_CPU_MEMORY": "3GiB", "TIERED_KV_STORE_DECODE": "off", "HOME": "/root"}
     config = TieredKVConfig.load({"cpu_memory": "1GiB"}, environ)
     assert config.cpu_memory == 3 << 30
@@ -86,12 +86,12 @@ def test_the_environment_wins_over_the_json() -> None:
         ("CPU_MEMORY", "cpu_memory"),
     ],
 )
-def test_an_unknown_key_is_an_error_that_names_the_closest(key: str, closest: str) -> None:
+def test_unknown_key_is_an_error_that_names_the_closest(key: str, closest: str) -> None:
     with pytest.raises(ConfigError, match=f'did you mean "{closest}"'):
         TieredKVConfig.load({key: 1}, {})
 
 
-def test_an_unknown_variable_is_an_error_too() -> None:
+def test_unknown_variable_is_an_error_too() -> None:
     with pytest.raises(ConfigError, match=r'TIERED_KV_CPU_MEMROY.*"cpu_memory"'):
         TieredKVConfig.load({}, {"TIERED_KV_CPU_MEMROY": "1GiB"})
 
@@ -139,7 +139,7 @@ def test_key_unlike_any_option_lists_all_options() -> None:
         pytest.param("remote_load_timeout", 10**400, "number of seconds", id="more than a float"),
     ],
 )
-def test_a_bad_value_says_what_is_valid(key: str, value: object, message: str) -> None:
+def test_bad_value_says_what_is_valid(key: str, value: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TieredKVConfig.load({key: value}, {})
 

@@ -42,7 +42,7 @@ def test_copies_outlast_the_products_but_not_the_rest(copy_ms: float) -> None:
     assert 1.2 * 56 <= count * copy_ms < 56 + 42
 
 
-def test_a_long_copy_is_made_once() -> None:
+def test_long_copy_is_made_once() -> None:
     assert copies_needed(56, 42, 500) == 1
 
 
@@ -53,7 +53,7 @@ def test_copies_that_slow_products_down_are_made_more_often() -> None:
     assert copies_next_time(paused) == 7
 
 
-def test_a_way_is_compared_with_its_neighbours() -> None:
+def test_way_is_compared_with_its_neighbours() -> None:
     copies = CopySpan(7, 0.05, 70.0)
     found = summary(
         [
@@ -90,7 +90,7 @@ def test_a_way_is_compared_with_its_neighbours() -> None:
         ({"copies": CopySpan(7, 0.0, 70.0)}, None),
     ],
 )
-def test_a_window_that_went_wrong_is_excluded(changes: dict[str, Any], reason: str | None) -> None:
+def test_window_that_went_wrong_is_excluded(changes: dict[str, Any], reason: str | None) -> None:
     windows = [a_window(), a_window("a", **changes), a_window(), a_window("b"), a_window()]
     found = summary(windows, ["a", "b"])
     # Copies that go on too long spoil the window behind them, and so what is compared with that.
@@ -110,7 +110,7 @@ def test_windows_that_all_paused_give_no_ratio() -> None:
     )
 
 
-def test_the_clock_is_that_of_processors_noted_twice() -> None:
+def test_clock_is_that_of_processors_noted_twice() -> None:
     begin = np.array([[0, 1_000, 5_000], [1, 900_000, 5_010], [2, 7, 5_000]])
     end = np.array([[1, 900_000 + 160_000, 105_010], [0, 151_000, 105_000], [3, 1, 1], [1, 0, 0]])
     assert mean_ghz(begin, end) == pytest.approx(1.55)
@@ -129,7 +129,7 @@ def the_section(interference: dict[str, Any]) -> str:
     return block_section(Results((Result("block_copy-somewhere", data),)))
 
 
-def test_the_section_shows_ratios_and_clocks() -> None:
+def test_section_shows_ratios_and_clocks() -> None:
     windows = [a_window(ghz=1.5), a_window("in: a", 57.12, ghz=1.47), a_window(ghz=1.5)]
     windows += [a_window("in: b", pause_ms=5.0), a_window(ghz=1.5)]
     text = the_section(summary(windows, ["in: a", "in: b"]))

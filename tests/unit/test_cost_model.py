@@ -38,7 +38,7 @@ def taught(rates: dict[Tier, float], **settings) -> Decider:
     return known
 
 
-def test_the_cpu_tier_is_loaded_and_a_slow_rest_is_computed() -> None:
+def test_cpu_tier_is_loaded_and_a_slow_rest_is_computed() -> None:
     known = taught({Tier.CPU: 50e9, Tier.SSD: 1.6e9})
     known.probes._begun_at = 0.0
     chosen = known.choose(0, 0, [span(Tier.CPU, 5120), span(Tier.SSD, 5120)])
@@ -47,14 +47,14 @@ def test_the_cpu_tier_is_loaded_and_a_slow_rest_is_computed() -> None:
     assert chosen.decisions == {Tier.CPU: Decision.LOAD, Tier.REMOTE: Decision.RECOMPUTE}
 
 
-def test_a_slow_piece_is_loaded_where_it_opens_the_way_to_a_fast_one() -> None:
+def test_slow_piece_is_loaded_where_it_opens_the_way_to_a_fast_one() -> None:
     known = taught({Tier.CPU: 50e9, Tier.SSD: 1.6e9})
     spans = [span(Tier.SSD, 512), span(Tier.CPU, 9728)]
     assert known.choose(0, 0, spans).tokens == 10240
     assert known.choose(0, 0, spans[:1]).decisions[Tier.REMOTE] is not Decision.LOAD
 
 
-def test_a_backlog_makes_a_tier_slower() -> None:
+def test_backlog_makes_a_tier_slower() -> None:
     known = taught({Tier.MEMORY: 8e9})
     spans = [span(Tier.MEMORY, 10240)]
     first = known.choose(0, 0, spans)
@@ -142,7 +142,7 @@ def test_only_the_first_hit_after_a_start_is_loaded_although_computing_is_faster
     assert {Decision.LOAD, Decision.SHORTEN}.isdisjoint(engine.decisions[1:])
 
 
-def test_the_first_compilation_is_not_taken_for_the_prefill_speed() -> None:
+def test_first_compilation_is_not_taken_for_the_prefill_speed() -> None:
     known = Decider()
     known.costs.step_ended(8192, 8192 * 4096, 60.0)
     known.speeds[Tier.SSD].announce(0.2e9)
@@ -169,7 +169,7 @@ def test_measurement_of_the_model_computes_at_most_half_of_a_hit_and_none_of_the
     assert measured(span(Tier.CPU, 10240)) == 0
 
 
-def test_an_announced_speed_counts_until_a_load_was_seen() -> None:
+def test_announced_speed_counts_until_a_load_was_seen() -> None:
     known = taught({}, trusted=(Tier.CPU, Tier.MEMORY))
     spans = [span(Tier.SSD, 10240)]
     assert not known.choose(0, 0, spans).tokens, "nobody has said anything"
@@ -230,7 +230,7 @@ def test_load_from_several_tiers_measures_the_unknown_one() -> None:
     assert known.costs.load_seconds(n, 10240, [mixed]) == pytest.approx(taken, rel=0.1)
 
 
-def test_a_load_from_mapped_memory_and_a_disk_is_timed_as_one_from_the_disk() -> None:
+def test_load_from_mapped_memory_and_a_disk_is_timed_as_one_from_the_disk() -> None:
     known = Decider(trusted=(Tier.CPU, Tier.MEMORY))
     mixed = Span(Tier.REMOTE, 10240, {Tier.MEMORY: 0.5, Tier.SSD: 0.5})
     known.settle("r", 0, Choice(10240, (mixed,)))
@@ -272,7 +272,7 @@ def test_load_expected_to_be_slower_is_computed(
 
 
 @given(st.floats(1e9, 8e9), st.floats(1.05, 30))
-def test_a_faster_tier_never_means_fewer_tokens(rate: float, factor: float) -> None:
+def test_faster_tier_never_means_fewer_tokens(rate: float, factor: float) -> None:
     def loaded(bytes_per_s: float) -> int:
         known = taught({Tier.SSD: bytes_per_s})
         return known.choose(0, 0, [span(Tier.SSD, 10240)]).tokens
@@ -283,7 +283,7 @@ def test_a_faster_tier_never_means_fewer_tokens(rate: float, factor: float) -> N
 # ---- a thousand requests ------------------------------------------------------------------------
 
 
-def test_a_slow_disk_costs_next_to_nothing() -> None:
+def test_slow_disk_costs_next_to_nothing() -> None:
     engine = Engine(lambda n: 1.6e9)
     for _ in range(1000):
         engine.ask(10241, 10240)
@@ -318,7 +318,7 @@ def test_no_tier_makes_prompts_slower_than_they_were(
 
 
 @pytest.mark.parametrize("source", [Tier.MEMORY, Tier.SSD])
-def test_a_fast_tier_is_used_after_a_few_requests(source: Tier) -> None:
+def test_fast_tier_is_used_after_a_few_requests(source: Tier) -> None:
     engine = Engine(lambda n: 8e9, source=source)
     for _ in range(100):
         engine.ask(10241, 10240)
@@ -355,7 +355,7 @@ def test_latency_is_told_from_bandwidth(latency: float, seed: int) -> None:
 
 
 @pytest.mark.parametrize("minor", [Tier.MEMORY, Tier.BACKING])
-def test_a_place_that_holds_next_to_nothing_causes_no_probes(minor: Tier) -> None:
+def test_place_that_holds_next_to_nothing_causes_no_probes(minor: Tier) -> None:
     engine = Engine(lambda n: 1.0e9)
     span_of = Span(Tier.REMOTE, 10240, {Tier.SSD: 0.96, minor: 0.04})
     probes = 0
@@ -383,7 +383,7 @@ def test_where_prefills_teach_nothing_tiers_are_met_all_the_same() -> None:
     assert Decision.PROBE in decisions
 
 
-def test_a_tier_that_becomes_fast_is_found_and_one_that_becomes_slow_is_left() -> None:
+def test_tier_that_becomes_fast_is_found_and_one_that_becomes_slow_is_left() -> None:
     engine = Engine(lambda n: 8e9 if 400 <= n < 700 else 1.0e9)
     for _ in range(1000):
         engine.ask(10241, 10240)
@@ -407,7 +407,7 @@ def test_tier_that_hung_is_probed_again_although_probes_seem_too_slow() -> None:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.08])
-def test_a_tier_about_as_fast_as_the_model_does_not_make_decisions_flap(noise: float) -> None:
+def test_tier_about_as_fast_as_the_model_does_not_make_decisions_flap(noise: float) -> None:
     for rate in (2.2e9, 2.3e9, 2.45e9, 2.6e9, 2.8e9, 3.0e9):
         engine = Engine(lambda n, rate=rate: rate, noise=noise)
         for _ in range(300):
@@ -446,7 +446,7 @@ def test_probe_without_report_is_forgotten() -> None:
     assert known.choose(1012.0, 0, spans).probed
 
 
-def test_a_load_that_hangs_is_the_last_for_a_while() -> None:
+def test_load_that_hangs_is_the_last_for_a_while() -> None:
     known = taught({Tier.MEMORY: 10e9})
     spans = [span(Tier.MEMORY, 10240)]
     chosen = known.choose(0.0, 0, spans)
@@ -539,7 +539,7 @@ def test_blocks_in_several_places_are_not_probed_with_every_request(
     assert loads <= 3
 
 
-def test_a_tier_that_is_used_is_not_probed() -> None:
+def test_tier_that_is_used_is_not_probed() -> None:
     known = taught({Tier.MEMORY: 10e9})
     assert not known.choose(1e6, 0, [span(Tier.MEMORY, 10240)]).probed
     slow = taught({Tier.SSD: 1e9})

@@ -41,7 +41,7 @@ def test_namespaces_are_a_table_with_one_line_each() -> None:
     assert namespace_lines({}) == ["no namespaces: nothing was stored"]
 
 
-def test_a_look_shows_rates_of_the_interval() -> None:
+def test_look_shows_rates_of_the_interval() -> None:
     before = {"hit_blocks": {"memory": 100}, "missed_blocks": 50, "received_bytes": 0}
     after = {
         "hit_blocks": {"memory": 160, "ssd": 30},
@@ -70,7 +70,7 @@ def test_counters_of_a_restarted_daemon_begin_at_zero() -> None:
     assert "75.0%" in "\n".join(frame("a", {}, before, after, 1.0))
 
 
-def test_a_look_at_a_daemon_of_another_version_leaves_out_what_is_missing() -> None:
+def test_look_at_a_daemon_of_another_version_leaves_out_what_is_missing() -> None:
     assert "no request" in "\n".join(
         frame("a", {"by_namespace": 3}, {}, {"capacity_bytes": 1}, 1.0)
     )

@@ -462,7 +462,7 @@ def test_help_of_every_program_names_its_commands(command: list[str]) -> None:
         "echo 'not closed",
     ],
 )
-def test_a_command_that_would_not_work_is_noticed(text: str) -> None:
+def test_command_that_would_not_work_is_noticed(text: str) -> None:
     block = Block("page", 1, "", needs_gpu=False, text=f"{text}\n")
     with pytest.raises((WrongCommand, ValueError, SystemExit)):
         _check_shell(block)
@@ -477,12 +477,12 @@ def test_a_command_that_would_not_work_is_noticed(text: str) -> None:
         {"kv_connector_extra_config": {"cpu_memory": "much"}},
     ],
 )
-def test_a_transfer_config_that_would_not_work_is_noticed(config: dict[str, Any]) -> None:
+def test_transfer_config_that_would_not_work_is_noticed(config: dict[str, Any]) -> None:
     with pytest.raises((WrongCommand, ValueError)):
         check_transfer(config)
 
 
-def test_a_wrong_option_in_a_sentence_is_noticed() -> None:
+def test_wrong_option_in_a_sentence_is_noticed() -> None:
     check_span("tiered-kv model PATH --memory SIZE")
     with pytest.raises(WrongCommand, match="no option"):
         check_span("tiered-kv model PATH --memroy SIZE")

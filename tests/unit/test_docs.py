@@ -125,7 +125,7 @@ def test_there_is_something_to_check() -> None:
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda p: p.name)
-def test_a_decision_is_complete_and_listed(page: Path) -> None:
+def test_decision_is_complete_and_listed(page: Path) -> None:
     assert f"(adr/{page.name})" in ARCHITECTURE.read_text()
     title, *sections = _HEADING.findall(page.read_text())
     assert title.startswith(f"{page.name[:4]}: ")
@@ -148,7 +148,7 @@ def test_a_decision_is_complete_and_listed(page: Path) -> None:
         "vllm_tiered_kv.core.key.no_such_name",
     ],
 )
-def test_a_wrong_name_is_noticed(name: str) -> None:
+def test_wrong_name_is_noticed(name: str) -> None:
     assert wrong_names(f"see `core/key.py` and `{name}`, `/metrics`") == [name]
 
 
@@ -170,11 +170,11 @@ def test_a_wrong_name_is_noticed(name: str) -> None:
         "torch.no_such_thing",
     ],
 )
-def test_a_right_name_passes(name: str) -> None:
+def test_right_name_passes(name: str) -> None:
     assert wrong_names(f"see `{name}`\n\n```\ncode with a `no/such/file.py`\n```\n") == []
 
 
-def test_a_wrong_link_is_noticed() -> None:
+def test_wrong_link_is_noticed() -> None:
     text = (
         "# One title\n[a](README.md) [b](https://example.org/x) [c](#one-title) "
         "[d](docs/configuration.md#inside-a-multiconnector)\n"
@@ -183,7 +183,7 @@ def test_a_wrong_link_is_noticed() -> None:
     assert wrong_links(text, ROOT) == ["no.md", "#two", "README.md#no-such-heading"]
 
 
-def test_a_wrong_command_is_noticed() -> None:
+def test_wrong_command_is_noticed() -> None:
     makefile = "SETUP := x\ndemo: ## try\nunit: demo\n"
     text = "```\nmake demo    # shown\nmake tset\n```\n`make unit`, `make clean`; they make sense"
     assert wrong_commands(text, makefile) == ["tset", "clean"]

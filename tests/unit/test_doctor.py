@@ -80,7 +80,7 @@ def test_room_in_a_first_version_control_group(tmp_path: Path) -> None:
     assert GIB <= room <= 2 * GIB
 
 
-def test_the_file_system_is_that_of_the_deepest_mount(tmp_path: Path) -> None:
+def test_file_system_is_that_of_the_deepest_mount(tmp_path: Path) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(
         "1 0 0:1 / / rw - overlay overlay rw\n"
@@ -105,7 +105,7 @@ def test_memory_is_read_in_bytes(tmp_path: Path) -> None:
 # ---- the disk -----------------------------------------------------------------------------------
 
 
-def test_the_probe_measures_and_leaves_nothing(tmp_path: Path) -> None:
+def test_probe_measures_and_leaves_nothing(tmp_path: Path) -> None:
     speed = measure(tmp_path, file_bytes=16 << 20, phase_s=0.5)
     assert list(tmp_path.iterdir()) == []
     if speed is not None:  # None: a file system without direct I/O
@@ -113,7 +113,7 @@ def test_the_probe_measures_and_leaves_nothing(tmp_path: Path) -> None:
         assert speed.read_bytes_per_s > 0
 
 
-def test_a_full_disk_is_an_error_that_leaves_nothing(tmp_path: Path) -> None:
+def test_full_disk_is_an_error_that_leaves_nothing(tmp_path: Path) -> None:
     """A limit on the size of files stands in for the disk: a write beyond it ends early."""
     program = f"""
 import resource, signal, sys
@@ -131,7 +131,7 @@ except OSError as error:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_none_or_not_writable_is_an_error(tmp_path: Path) -> None:
+def test_folder_that_is_none_or_not_writable_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place in (tmp_path / "absent", tmp_path / "file"):
         finding = only(doctor.check_disk(place))
@@ -183,7 +183,7 @@ def test_vllm_releases_are_rated_as_by_the_connector(
     assert only(doctor.check_vllm(installed)).level is level
 
 
-def test_a_variable_that_would_stop_an_engine_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_that_would_stop_an_engine_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(doctor.check_options()) == []
     monkeypatch.setenv("TIERED_KV_CPU_MEMORY", "7GiB")
     assert only(doctor.check_options()).level is Level.NOTE
@@ -218,7 +218,7 @@ def test_memory_is_compared_with_host_and_control_groups(
 GPU = host_facts.Gpu("NVIDIA H200", "580.82.07", 143771, 1)
 
 
-def test_a_gpu_without_a_usable_cuda_module_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_without_a_usable_cuda_module_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here is no GPU, so the module, if it was built, finds none: as with an old driver."""
     if cuda.available():
         pytest.skip("there is a GPU here")
@@ -234,7 +234,7 @@ def test_without_a_gpu_nothing_is_wrong() -> None:
         assert {finding.level for finding in doctor.check_gpus(gpus)} == {Level.NOTE}
 
 
-def test_the_node_of_each_gpu_is_named() -> None:
+def test_node_of_each_gpu_is_named() -> None:
     assert only(doctor.check_numa(1, [GPU])).level is Level.OK
     text = only(doctor.check_numa(2, [GPU, GPU])).text
     assert "GPU 0, 1 is at node 1" in text
@@ -258,7 +258,7 @@ def test_every_warning_and_error_says_what_to_change() -> None:
 # ---- the command --------------------------------------------------------------------------------
 
 
-def test_the_command_says_how_many_tokens_of_a_model_fit(
+def test_command_says_how_many_tokens_of_a_model_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_config(tmp_path, TINY_QWEN2)
@@ -268,7 +268,7 @@ def test_the_command_says_how_many_tokens_of_a_model_fit(
     assert "\033[" not in printed
 
 
-def test_the_command_prints_json_and_ends_with_one_if_something_is_wrong(
+def test_command_prints_json_and_ends_with_one_if_something_is_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = str(tmp_path / "no model")

@@ -20,7 +20,7 @@ def spec(folder: Path, code: str) -> EngineSpec:
     return EngineSpec("broken", environment={"PYTHONPATH": str(folder)})
 
 
-def test_an_engine_that_raises_says_so_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_engine_that_raises_says_so_with_the_end_of_its_log(tmp_path: Path) -> None:
     code = "print('about to fail')\nraise RuntimeError('no device')"
     with EngineProcess(spec(tmp_path, code), tmp_path) as engine:
         with pytest.raises(EngineFailed, match="raised RuntimeError: no device") as raised:
@@ -30,14 +30,14 @@ def test_an_engine_that_raises_says_so_with_the_end_of_its_log(tmp_path: Path) -
     assert not alive(engine.pid)
 
 
-def test_an_engine_that_dies_is_noticed(tmp_path: Path) -> None:
+def test_engine_that_dies_is_noticed(tmp_path: Path) -> None:
     code = "import os\nos.kill(os.getpid(), 9)"
     with EngineProcess(spec(tmp_path, code)) as engine:
         with pytest.raises(EngineFailed, match=r"died \(exit code -9\)"):
             engine.wait_ready()
 
 
-def test_an_engine_that_never_answers_is_given_up(tmp_path: Path) -> None:
+def test_engine_that_never_answers_is_given_up(tmp_path: Path) -> None:
     engine = EngineProcess(spec(tmp_path, "import time\ntime.sleep(1000)"))
     with pytest.raises(EngineFailed, match="did not answer"):
         engine.wait_ready(0.2)
@@ -54,7 +54,7 @@ def test_nothing_is_left_of_a_log_without_a_place(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_group_goes_on_without_those_that_fail(tmp_path: Path) -> None:
+def test_group_goes_on_without_those_that_fail(tmp_path: Path) -> None:
     code = "raise RuntimeError('not today')"
     with EngineGroup(lambda name: EngineSpec(name, environment=env), tmp_path) as group:
         env = spec(tmp_path, code).environment

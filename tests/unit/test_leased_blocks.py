@@ -212,7 +212,7 @@ class StepCopier:
 
 
 @pytest.mark.parametrize("later", [0, 2])
-def test_a_step_never_answers_from_blocks_that_changed(worker: Worker, later: int) -> None:
+def test_step_never_answers_from_blocks_that_changed(worker: Worker, later: int) -> None:
     """Its answer may be out when that is seen."""
     lease = worker.lease()
     transfer = leased(lease, generations=lease.generations + np.uint64(later))

@@ -64,7 +64,7 @@ def state(tokens: int, computed: int = 0) -> RequestState:
 # ---- steps --------------------------------------------------------------------------------------
 
 
-def test_a_prefill_step_is_timed_from_its_plan_to_its_output() -> None:
+def test_prefill_step_is_timed_from_its_plan_to_its_output() -> None:
     decider = ClockedDecider()
     number = decider.step_planned({"a": 40}, {"a": state(100, 60)}, False)
     decider.clock.now += 0.25
@@ -72,7 +72,7 @@ def test_a_prefill_step_is_timed_from_its_plan_to_its_output() -> None:
     assert decider.steps == [(40, 40 * 80, pytest.approx(0.25))]
 
 
-def test_a_step_planned_ahead_begins_when_the_one_before_has_ended() -> None:
+def test_step_planned_ahead_begins_when_the_one_before_has_ended() -> None:
     decider = ClockedDecider()
     first = decider.step_planned({"a": 64}, {"a": state(200)}, False)
     second = decider.step_planned({"a": 64}, {"a": state(200, 64)}, False)
@@ -98,7 +98,7 @@ def test_steps_that_say_little_about_prefill_are_not_measured() -> None:
     assert decider.steps == []
 
 
-def test_a_step_that_only_decodes_tells_now_and_then_what_a_step_costs() -> None:
+def test_step_that_only_decodes_tells_now_and_then_what_a_step_costs() -> None:
     decider = ClockedDecider()
     decode = state(50, 50)
     measured = 0
@@ -135,7 +135,7 @@ def admitted(decider: ClockedDecider, tokens: int = 40, is_timed: bool = True) -
     decider.admitted("r", Choice(tokens, spans), tokens, is_timed)
 
 
-def test_the_slowest_rank_is_learnt() -> None:
+def test_slowest_rank_is_learnt() -> None:
     decider = ClockedDecider()
     admitted(decider)
     decider.record_load_times({"r": {"remote": 0.1}, "other": {"remote": 9.0}})
@@ -248,9 +248,7 @@ def test_spans_follow_the_chain() -> None:
     assert decider._spans(asked, 4, 12, None) == [Span(Tier.CPU, 12)]
 
 
-def test_a_window_stands_for_all_tokens_before_it_and_costs_the_same_whatever_their_number() -> (
-    None
-):
+def test_window_stands_for_all_tokens_before_it_and_costs_the_same_whatever_their_number() -> None:
     window = replace(GROUP, window=10)
     alone = ClockedDecider((window,))
     asked = state(81)
@@ -308,7 +306,7 @@ def test_always_waits() -> None:
 # ---- a worker's clock ---------------------------------------------------------------------------
 
 
-def test_a_load_that_waited_for_another_is_counted_from_its_end() -> None:
+def test_load_that_waited_for_another_is_counted_from_its_end() -> None:
     clock = Clock()
     times = LoadTimes(clock)
     times.begin("a", Tier.REMOTE)
@@ -325,7 +323,7 @@ def test_a_load_that_waited_for_another_is_counted_from_its_end() -> None:
     assert times.take() == {}
 
 
-def test_a_failed_load_has_no_time_but_still_makes_others_wait() -> None:
+def test_failed_load_has_no_time_but_still_makes_others_wait() -> None:
     times = LoadTimes(clock := Clock())
     times.begin("a", Tier.REMOTE)
     times.begin("b", Tier.REMOTE)

@@ -21,7 +21,7 @@ def test_every_gpu_test_is_run_by_gpu_test() -> None:
     assert [file.name for file in files if f"tests/gpu/{file.name}" not in run] == []
 
 
-def test_the_matrix_asks_for_the_standard_library_alone() -> None:
+def test_matrix_asks_for_the_standard_library_alone() -> None:
     """It runs before any environment is made."""
     script = """
 import sys

@@ -51,7 +51,7 @@ def test_durations_are_kept_one_by_one_until_they_are_drained() -> None:
         recorder.observe(names.HIT_TOKENS, 1, "cpu")
 
 
-def test_a_counter_can_be_shown_before_its_first_event() -> None:
+def test_counter_can_be_shown_before_its_first_event() -> None:
     recorder = Recorder()
     recorder.show(names.DAEMON_ERRORS, "tcp://a:1")
     assert recorder.drain() == {"daemon_errors": {"tcp://a:1": 0}}
@@ -60,7 +60,7 @@ def test_a_counter_can_be_shown_before_its_first_event() -> None:
     assert recorder.drain() == {"daemon_errors": {"tcp://a:1": 2}}
 
 
-def test_a_histogram_counts_up_to_and_including_each_bound() -> None:
+def test_histogram_counts_up_to_and_including_each_bound() -> None:
     histogram = Histogram(server_names.REQUEST_SECONDS)
     for seconds in (0.0, 0.001, 0.0011, 100.0):
         histogram.observe(seconds, "get")
@@ -76,7 +76,7 @@ def test_a_histogram_counts_up_to_and_including_each_bound() -> None:
         histogram.observe(1.0)
 
 
-def test_a_histogram_loses_nothing_to_threads() -> None:
+def test_histogram_loses_nothing_to_threads() -> None:
     histogram = Histogram(server_names.SSD_READ_SECONDS)
     work = [Thread(target=lambda: [histogram.observe(0.1) for _ in range(2000)]) for _ in range(4)]
     for thread in work:
@@ -111,7 +111,7 @@ def test_generated_tables_are_up_to_date(page: str) -> None:
     assert GENERATED[page]() in Path(DOCS / page.partition("#")[0]).read_text()
 
 
-def test_the_values_of_labels_are_documented() -> None:
+def test_values_of_labels_are_documented() -> None:
     page = Path(DOCS / "metrics.md").read_text()
     engine, daemon = page.split("## Daemon metrics")
     for reason in names.DropReason:
@@ -149,7 +149,7 @@ def test_counters_of_the_daemon_name_all_values_of_their_labels() -> None:
     assert {op for (op,) in server_names.REQUESTS.series} == set(REQUESTS)
 
 
-def test_a_metric_without_labels_survives_the_way() -> None:
+def test_metric_without_labels_survives_the_way() -> None:
     recorder = Recorder()
     recorder.set(names.PREFILL_SPEED, 7)
     ((joined, value),) = recorder.drain()["prefill_tokens_per_second"].items()

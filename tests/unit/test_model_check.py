@@ -69,7 +69,7 @@ def test_latent_kv_is_stored_once_for_all_ranks() -> None:
     assert any("once per host" in note for note in answer.notes())
 
 
-def test_an_indexer_adds_its_keys() -> None:
+def test_indexer_adds_its_keys() -> None:
     sparse = {**TINY_MLA, "model_type": "deepseek_v32", "index_topk": 64, "index_head_dim": 128}
     assert groups(sparse) == [(LayerKind.MLA, 2, 2 * 1152), (LayerKind.INDEXER, 2, 2 * 132)]
     packed = groups(sparse, kv_cache_dtype="fp8_ds_mla")
@@ -169,7 +169,7 @@ def test_layers_listed_in_other_ways() -> None:
         assert (found[LayerKind.RECURRENT], found[LayerKind.FULL]) == layers
 
 
-def test_the_text_part_of_a_multimodal_model_is_read() -> None:
+def test_text_part_of_a_multimodal_model_is_read() -> None:
     outer = {"architectures": ["SomeVLForConditionalGeneration"], "model_type": "some_vl"}
     for name in ("text_config", "llm_config"):
         assert groups({**outer, name: TINY_QWEN2}) == groups(TINY_QWEN2)
@@ -193,7 +193,7 @@ def test_defaults_of_transformers_are_named() -> None:
     assert not answer.shape.guesses
 
 
-def test_an_unknown_architecture_is_a_guess() -> None:
+def test_unknown_architecture_is_a_guess() -> None:
     config = {**TINY_LLAMA, "architectures": ["NewForCausalLM"], "model_type": "new"}
     answer = check(config)
     assert answer.token_bytes == check(TINY_LLAMA).token_bytes
@@ -266,7 +266,7 @@ def test_every_class_that_is_refused_by_name_is_known_or_cannot_be_read_from_a_f
     assert set(support._UNSUPPORTED) <= known | only_at_run_time
 
 
-def test_the_verdict_of_drafts_is_that_of_a_running_engine() -> None:
+def test_verdict_of_drafts_is_that_of_a_running_engine() -> None:
     assert VERDICTS[LayerKind.DRAFT].is_cached == (
         {"eagle", "eagle3", "mtp", "draft_model"} <= support._SPECULATIVE_METHODS
     )
@@ -304,7 +304,7 @@ def test_published_shapes_need_no_guess_unless_they_say_so(model: Any) -> None:
 # ---- the command --------------------------------------------------------------------------------
 
 
-def test_the_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_config(tmp_path, window_models.GPT_OSS)
     assert main(["model", str(folder), "--memory", "1MiB", "--dtype", "bfloat16"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -317,7 +317,7 @@ def test_the_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "1MiB hold 1,024 tokens (blocks of 16 tokens, 16 KiB each)" in lines
 
 
-def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_config(tmp_path, TINY_MLA) / "config.json"
     arguments = ["model", str(file), "--json", "--tensor-parallel", "8", "--block-size", "64"]
     assert main(arguments) == 0
@@ -328,7 +328,7 @@ def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert said["groups"][0]["kind"] == "mla"
 
 
-def test_a_model_that_is_not_cached_ends_with_one(
+def test_model_that_is_not_cached_ends_with_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["model", str(write_config(tmp_path, TINY_BERT))]) == 1
@@ -399,7 +399,7 @@ def test_whatever_a_file_contains_ends_in_an_answer_or_an_error(
     assert answer.token_bytes >= 0
 
 
-def test_a_missing_file_is_explained(tmp_path: Path) -> None:
+def test_missing_file_is_explained(tmp_path: Path) -> None:
     with pytest.raises(ModelConfigError, match="does not exist; give a local folder"):
         read_config(tmp_path / "Qwen" / "Qwen3-8B")
     with pytest.raises(ModelConfigError, match=r"has no config\.json"):

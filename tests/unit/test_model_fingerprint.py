@@ -134,7 +134,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_of_content_is_another_model(model: Path, name: str) -> None:
+def test_change_of_content_is_another_model(model: Path, name: str) -> None:
     before = digest(model)
     CHANGES[name](model)
     assert digest(model) != before
@@ -208,7 +208,7 @@ def test_dummy_weights_are_their_config_and_seed(tmp_path: Path, model: Path) ->
     assert digest(empty, load_format="dummy") == digest(model, load_format="dummy")
 
 
-def test_a_large_tensor_is_sampled(model: Path) -> None:
+def test_large_tensor_is_sampled(model: Path) -> None:
     """Not a promise, but what keeps starting fast: and it shows that sampling is what ran."""
     before = digest(model)
     file = model / "model.safetensors"
@@ -217,14 +217,14 @@ def test_a_large_tensor_is_sampled(model: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1, TENSOR_BYTES - 1])
-def test_the_ends_of_a_tensor_count(model: Path, at: int) -> None:
+def test_ends_of_a_tensor_count(model: Path, at: int) -> None:
     before = digest(model)
     file = model / "model.safetensors"
     flip(file, byte_of_tensor(file.read_bytes(), 2, at))
     assert digest(model) != before
 
 
-def test_a_single_row_of_an_embedding_counts(model: Path) -> None:
+def test_single_row_of_an_embedding_counts(model: Path) -> None:
     """New tokens are often all that is trained."""
     before = digest(model)
     file = model / "model.safetensors"
@@ -278,7 +278,7 @@ def test_pytorch_weights_count_where_there_are_no_others(tmp_path: Path) -> None
     assert digest(folder) != before
 
 
-def test_a_single_file_is_a_model_too(tmp_path: Path) -> None:
+def test_single_file_is_a_model_too(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(bytes(2 << 20))
     before = digest(file)
@@ -349,7 +349,7 @@ CORRUPT = {
 
 
 @pytest.mark.parametrize("name", CORRUPT)
-def test_a_broken_index_is_sampled_evenly(tmp_path: Path, name: str) -> None:
+def test_broken_index_is_sampled_evenly(tmp_path: Path, name: str) -> None:
     """Whether vLLM can load such a file is not for us to say; an engine never ends here."""
     file = tmp_path / "model.safetensors"
     file.write_bytes(CORRUPT[name])
@@ -367,7 +367,7 @@ def test_a_broken_index_is_sampled_evenly(tmp_path: Path, name: str) -> None:
     assert digest(tmp_path) == before
 
 
-def test_an_index_without_tensors_is_an_index(tmp_path: Path) -> None:
+def test_index_without_tensors_is_an_index(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(with_header(b"{}"))
     with file.open("rb") as stream:

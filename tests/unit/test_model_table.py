@@ -52,7 +52,7 @@ def test_every_test_exists(test: str) -> None:
         "tests/unit/test_model_table.py",
     ],
 )
-def test_a_test_that_is_not_there_is_noticed(test: str) -> None:
+def test_test_that_is_not_there_is_noticed(test: str) -> None:
     assert not exists(test)
 
 
@@ -71,7 +71,7 @@ def test_sentences_come_from_the_source() -> None:
         sentence("KV-cache group")
 
 
-def test_the_tables_have_a_line_for_each_row() -> None:
+def test_tables_have_a_line_for_each_row() -> None:
     assert len({row.feature for row in ROWS}) == len(ROWS)
     for table, bars in ((models_table(), 2), (feature_tests_table(), 1)):
         lines = table.splitlines()
@@ -95,11 +95,11 @@ def test_required_models_are_cached() -> None:
         assert feature in cached
 
 
-def test_the_page_for_users_names_no_test() -> None:
+def test_page_for_users_names_no_test() -> None:
     assert "tests/" not in (ROOT / "docs" / "models.md").read_text()
 
 
-def test_the_pages_are_linked() -> None:
+def test_pages_are_linked() -> None:
     architecture = Path(ROOT / "docs" / "architecture.md").read_text()
     assert "(models.md)" in architecture
     assert "(model-tests.md)" in architecture

@@ -43,12 +43,12 @@ def queries() -> Iterator[tuple[str, str]]:
             yield target["expr"], target["legendFormat"]
 
 
-def test_the_dashboard_is_up_to_date() -> None:
+def test_dashboard_is_up_to_date() -> None:
     assert dashboard.TARGET.read_text() == dashboard.as_text(), "run python -m tools.dashboard"
     json.loads(dashboard.as_text())
 
 
-def test_the_first_panel_is_the_prefill_time_saved() -> None:
+def test_first_panel_is_the_prefill_time_saved() -> None:
     panels = [one for one in dashboard.dashboard()["panels"] if one["type"] != "row"]
     assert names.SAVED_SECONDS.exposed_names[0] in panels[0]["targets"][0]["expr"]
     assert panels[0]["gridPos"] == {"x": 0, "y": 1, "w": 6, "h": 5}

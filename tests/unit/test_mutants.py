@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_a_mutation_applies_to_one_place_and_is_still_python(mutation: Mutation) -> None:
+def test_mutation_applies_to_one_place_and_is_still_python(mutation: Mutation) -> None:
     assert mutation.occurrences(ROOT) == 1
     assert mutation.old != mutation.new
     if not mutation.is_native:
@@ -68,9 +68,9 @@ def test_unbroken_tests_that_run_out_of_time_are_no_verdict(
     assert "do not pass" not in said
 
 
-def test_names_are_unique_and_every_important_room_is_broken() -> None:
+def test_names_are_unique_and_every_important_folder_has_a_mutation() -> None:
     assert max(Counter(mutation.name for mutation in MUTATIONS).values()) == 1
-    rooms = Counter(mutation.path.split("/")[0] for mutation in MUTATIONS)
+    folders = Counter(mutation.path.split("/")[0] for mutation in MUTATIONS)
     important = {"csrc", "core", "cache", "device", "stores", "remote", "server", "connector"}
-    assert set(rooms) >= important
+    assert set(folders) >= important
     assert (ROOT / PACKAGE).is_dir()

@@ -14,7 +14,7 @@ from vllm_tiered_kv import __version__
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_version_is_written_once_and_named_alike_elsewhere() -> None:
+def test_version_is_written_once_and_named_alike_elsewhere() -> None:
     assert re.findall(r"^version\b.*", (ROOT / "pyproject.toml").read_text(), re.MULTILINE) == [
         'version = { attr = "vllm_tiered_kv.__version__" }'
     ]
@@ -36,7 +36,7 @@ def test_the_version_is_written_once_and_named_alike_elsewhere() -> None:
         ("v1.2.3", "## [1x2x3] - 2026-01-31", "no heading of 1.2.3 with the day"),
     ],
 )
-def test_a_tag_must_be_that_of_the_version_and_the_changelog_dated(
+def test_tag_must_be_that_of_the_version_and_the_changelog_dated(
     tag: str, heading: str, wrong: str, tmp_path: Path
 ) -> None:
     (tmp_path / "vllm_tiered_kv").mkdir()

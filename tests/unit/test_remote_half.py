@@ -81,7 +81,7 @@ def placed(keys: list[BlockKey], *servers: Server | None) -> Servers:
     return Servers({keys[a]: server for a, server in zip(anchors, servers, strict=True)})
 
 
-def test_runs_of_one_server_are_one_question() -> None:
+def test_runs_of_one_server_are_one_query() -> None:
     keys = chain(160)
     a, b = Server("a"), Server("b")
     runs = [
@@ -104,7 +104,7 @@ def ask(servers: Servers, keys: list[BlockKey], first: int = 0, timeout: float =
     return lookup, recorder, lookups
 
 
-def test_a_lookup_goes_on_from_daemon_to_daemon_and_ends_at_the_first_gap() -> None:
+def test_lookup_goes_on_from_daemon_to_daemon_and_ends_at_the_first_gap() -> None:
     keys = chain(160)
     a, b = Server("a", set(keys)), Server("b", set(keys[:150]))
     lookup, recorder, lookups = ask(placed(keys, a, a, b), keys, first=10)
@@ -120,7 +120,7 @@ def test_a_lookup_goes_on_from_daemon_to_daemon_and_ends_at_the_first_gap() -> N
 
 
 @pytest.mark.parametrize("gap", [0, 63, 64, 127, 128, 200, 255, 256, 299])
-def test_a_lookup_asks_each_daemon_once_for_all_its_runs(gap: int) -> None:
+def test_lookup_asks_each_daemon_once_for_all_its_runs(gap: int) -> None:
     keys = chain(300)
     a, b = (Server(name, set(keys) - {keys[gap]}) for name in "ab")
     lookup, _, lookups = ask(placed(keys, a, b, a, b, a), keys)
@@ -133,7 +133,7 @@ def test_a_lookup_asks_each_daemon_once_for_all_its_runs(gap: int) -> None:
     lookups.close()
 
 
-def test_a_lookup_asks_several_daemons_at_the_same_time() -> None:
+def test_lookup_asks_several_daemons_at_the_same_time() -> None:
     keys = chain(64 * 6)
     servers = [Server(name, set(keys)) for name in "abcdef"]
     together = threading.Barrier(5)
@@ -205,7 +205,7 @@ def test_past_its_deadline_a_lookup_is_a_miss_and_polling_never_waits() -> None:
     lookups.close()
 
 
-def test_a_lookup_that_waits_for_a_thread_keeps_its_deadline_too() -> None:
+def test_lookup_that_waits_for_a_thread_keeps_its_deadline_too() -> None:
     keys = chain(4)
     silent = Server("a", set(keys))
     silent.answers.clear()
@@ -274,7 +274,7 @@ class Asked:
         self.state.remote.lookup.fresh_until = 0.0
 
 
-def test_a_request_that_waited_in_line_is_looked_up_anew() -> None:
+def test_request_that_waited_in_line_is_looked_up_anew() -> None:
     """Its blocks may have come, or gone, since it arrived."""
     asked = Asked(fresh_s=60)
     asked.tier.begin(asked.state, 16)
@@ -319,7 +319,7 @@ def test_blocks_that_the_gpu_evicts_meanwhile_are_looked_up_too() -> None:
     asked.lookups.close()
 
 
-def test_an_answer_is_used_even_when_steps_take_longer_than_it_stays_fresh() -> None:
+def test_answer_is_used_even_when_steps_take_longer_than_it_stays_fresh() -> None:
     asked = Asked(fresh_s=-1000)
     asked.server.holds = set(asked.keys)
     asked.tier.begin(asked.state, 16)
@@ -329,7 +329,7 @@ def test_an_answer_is_used_even_when_steps_take_longer_than_it_stays_fresh() -> 
     asked.lookups.close()
 
 
-def test_a_request_that_starts_over_keeps_its_blocks_again() -> None:
+def test_request_that_starts_over_keeps_its_blocks_again() -> None:
     """What a daemon had of it then, it need not have now."""
     asked = Asked(fresh_s=60)
     asked.tier.begin(asked.state, 16)
@@ -376,7 +376,7 @@ class Tiers:
         return self.recorder.total(names.DROPPED_BLOCKS, "remote", reason.value)
 
 
-def test_a_block_on_its_way_is_pinned_until_every_rank_has_sent_it() -> None:
+def test_block_on_its_way_is_pinned_until_every_rank_has_sent_it() -> None:
     tiers = Tiers(slots=8, queue_blocks=8, ranks=2)
     tiers.store(0, 3)
     (job,) = tiers.writes.take()
@@ -430,7 +430,7 @@ def test_blocks_evicted_before_they_are_sent_are_counted() -> None:
     assert tiers.dropped(DropReason.QUEUE_FULL) == 3
 
 
-def test_an_idle_engine_sends_as_much_as_the_queue_holds_and_rests() -> None:
+def test_idle_engine_sends_as_much_as_the_queue_holds_and_rests() -> None:
     """A pause would otherwise take as long as sending the whole tier."""
     tiers = Tiers(slots=16, queue_blocks=2)
     tiers.store(0, 8)
@@ -442,7 +442,7 @@ def test_an_idle_engine_sends_as_much_as_the_queue_holds_and_rests() -> None:
     assert job.keys == tuple(tiers.keys[2:4])
 
 
-def test_a_reset_forgets_what_waits() -> None:
+def test_reset_forgets_what_waits() -> None:
     tiers = Tiers(slots=16, queue_blocks=2)
     tiers.store(0, 8)
     tiers.index.clear()
@@ -453,7 +453,7 @@ def test_a_reset_forgets_what_waits() -> None:
     assert tiers.dropped(DropReason.RESET) == 6
 
 
-def test_a_block_larger_than_the_queue_is_sent_alone() -> None:
+def test_block_larger_than_the_queue_is_sent_alone() -> None:
     tiers = Tiers(slots=16, queue_blocks=0)
     tiers.store(0, 2)
     for key in tiers.keys[:2]:
@@ -464,7 +464,7 @@ def test_a_block_larger_than_the_queue_is_sent_alone() -> None:
     assert tiers.writes.take() == []
 
 
-def test_a_block_stored_again_waits_once() -> None:
+def test_block_stored_again_waits_once() -> None:
     tiers = Tiers(slots=4, queue_blocks=1)
     for _ in range(4):
         tiers.store(0, 4)
@@ -500,7 +500,7 @@ def test_blocks_waiting_for_a_daemon_that_dies_are_distinguished_from_refused_on
     assert not tiers.index.pinned_slots()
 
 
-def test_a_reset_while_blocks_are_sent_frees_them_afterwards() -> None:
+def test_reset_while_blocks_are_sent_frees_them_afterwards() -> None:
     tiers = Tiers(slots=4, queue_blocks=4)
     tiers.store(0, 4)
     (job,) = tiers.writes.take()
@@ -511,7 +511,7 @@ def test_a_reset_while_blocks_are_sent_frees_them_afterwards() -> None:
     tiers.index.check()
 
 
-def test_a_hit_goes_from_tier_to_tier_without_a_gap() -> None:
+def test_hit_goes_from_tier_to_tier_without_a_gap() -> None:
     tiers = Tiers(slots=16, queue_blocks=0)
     tiers.store(0, 2)
     tiers.store(5, 7)

@@ -111,7 +111,7 @@ def test_blocks_arrive(loads: Loads) -> None:
     assert loads.is_right()
 
 
-def test_a_block_that_left_fails_the_load(loads: Loads) -> None:
+def test_block_that_left_fails_the_load(loads: Loads) -> None:
     assert loads.store.delete(SHARD.keys(KEYS)[-1:]) == 1
     loads.start(KEYS)
     error = loads.wait()
@@ -119,7 +119,7 @@ def test_a_block_that_left_fails_the_load(loads: Loads) -> None:
     assert "no longer there" in error
 
 
-def test_a_load_is_over_with_its_last_piece(loads: Loads) -> None:
+def test_load_is_over_with_its_last_piece(loads: Loads) -> None:
     loads.channel.go_on.clear()
     loads.start(KEYS)
     end = time.monotonic() + 0.5
@@ -180,7 +180,7 @@ def probed(loads: Loads) -> Fetched:
     return ended[name]
 
 
-def test_a_probe_fetches_and_writes_nowhere(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_fetches_and_writes_nowhere(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_tiered_kv.connector.worker.remote_loader._PROBE_S", 60.0)
     loads.loader.probe(ProbeJob("probe", 0, loads.address, tuple(KEYS)))
     fetched = probed(loads)
@@ -193,14 +193,14 @@ def test_a_probe_fetches_and_writes_nowhere(loads: Loads, monkeypatch: pytest.Mo
     assert loads.is_right()
 
 
-def test_a_probe_of_evicted_blocks_measures_nothing(loads: Loads) -> None:
+def test_probe_of_evicted_blocks_measures_nothing(loads: Loads) -> None:
     assert loads.store.delete(SHARD.keys(KEYS)[-1:]) == 1
     loads.loader.probe(ProbeJob("probe", 0, loads.address, tuple(KEYS)))
     assert probed(loads) == Fetched()
 
 
 @pytest.mark.parametrize("comes_first", [True, False])
-def test_a_probe_beside_a_load_measures_nothing(loads: Loads, comes_first: bool) -> None:
+def test_probe_beside_a_load_measures_nothing(loads: Loads, comes_first: bool) -> None:
     loads.channel.go_on.clear()
     if comes_first:
         loads.start(KEYS)
@@ -218,7 +218,7 @@ def test_probes_end_with_the_loader(loads: Loads) -> None:
     assert "probe" in loads.loader.take_probed()
 
 
-def test_a_slow_daemon_is_probed_in_part(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_daemon_is_probed_in_part(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_tiered_kv.connector.worker.remote_loader._PROBE_S", 0.0)
     loads.loader.probe(ProbeJob("probe", 0, loads.address, tuple(KEYS)))
     assert probed(loads).nbytes == 0

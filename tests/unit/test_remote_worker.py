@@ -42,7 +42,7 @@ def chain(count: int) -> list[BlockKey]:
     return [BlockKey(n.to_bytes(16, "little") + b"\0") for n in range(1, count + 1)]
 
 
-def test_a_load_in_two_parts_is_over_with_the_second() -> None:
+def test_load_in_two_parts_is_over_with_the_second() -> None:
     loads = LoadTracker()
     loads.begin("a", 2)
     loads.begin("b", 1)
@@ -97,7 +97,7 @@ def test_landing_memory_is_pinned_before_use() -> None:
     io.close()
 
 
-def test_a_descriptor_that_is_no_memory_is_closed(tmp_path: Path) -> None:
+def test_descriptor_that_is_no_memory_is_closed(tmp_path: Path) -> None:
     memory = SharedArena.create(PAGE)
     fake = tmp_path / "file"
     fake.write_bytes(b"")
@@ -126,7 +126,7 @@ for _ in range(20):
 """
 
 
-def test_an_engine_dropped_without_being_closed_does_not_hang() -> None:
+def test_engine_dropped_without_being_closed_does_not_hang() -> None:
     """A context of zmq waits for its sockets, and garbage is collected in any order."""
     with FaultyDaemon() as daemon:
         subprocess.run(

@@ -67,7 +67,7 @@ def test_many_small_jobs_are_shared_out_too(step: int) -> None:
 
 @pytest.mark.parametrize("job_id", range(3))
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_the_least_report_is_what_all_have_stored_and_pinned(replicas: int, job_id: int) -> None:
+def test_least_report_is_what_all_have_stored_and_pinned(replicas: int, job_id: int) -> None:
     blocks = 4
     for usable in product(range(blocks + 1), repeat=replicas):
         shares = [ReplicaStriping(replica, replicas) for replica in range(replicas)]

@@ -221,7 +221,7 @@ def test_daemons_hold_one_copy_and_both_ranks_load_it(
     engine.close()
 
 
-def test_a_step_waits_until_each_worker_has_mapped_what_is_leased(daemon: DaemonProcess) -> None:
+def test_step_waits_until_each_worker_has_mapped_what_is_leased(daemon: DaemonProcess) -> None:
     """However few shards there are to ask for."""
     engine = Engine(daemon.ipc, replicas=2, blocks=8)
     for worker in engine.workers:

@@ -15,13 +15,13 @@ PLANTS = [plant for sanitizer in SANITIZERS.values() for plant in sanitizer.plan
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.source)
-def test_a_fault_has_its_place_and_its_test(plant: Plant) -> None:
+def test_fault_has_its_place_and_its_test(plant: Plant) -> None:
     assert (ROOT / plant.source).read_text().count(plant.old) == 1
     file, _, name = plant.test.partition("::")
     assert f"def {name}(" in (ROOT / file).read_text()
 
 
-def test_the_tests_that_are_run_exist() -> None:
+def test_tests_that_are_run_exist() -> None:
     for sanitizer in SANITIZERS.values():
         assert sanitizer.plants
         for test in sanitizer.tests:

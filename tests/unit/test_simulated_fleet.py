@@ -122,12 +122,12 @@ def test_copies_of_a_hot_head_share_its_reads() -> None:
     assert loaded[4] < 0.6 * loaded[1]
 
 
-def test_an_added_daemon_gets_its_share_of_the_runs() -> None:
+def test_added_daemon_gets_its_share_of_the_runs() -> None:
     assert 0.5 / 17 < moved_share(16, 1) < 1.5 / 17
     assert over_mean([3, 1, 1, 1]) == 2.0
 
 
-def test_a_tiny_run_writes_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiny_run_writes_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chats, agents, out = tmp_path / "chats.jsonl.xz", tmp_path / "agents.jsonl", tmp_path / "o.json"
     chats.write_bytes(lzma.compress("\n".join(map(json.dumps, CHATS)).encode()))
     agents.write_text("\n".join(json.dumps(session) for session in AGENTS * 20))

@@ -32,7 +32,7 @@ REPOSITORY = "https://github.com/vllm-tiered-kv/vllm_tiered_kv"
         ("docs/faq.md", "https://example.org/x.md", "https://example.org/x.md"),
     ],
 )
-def test_a_link_of_the_site_leads_to_the_same_file(source: str, link: str, expected: str) -> None:
+def test_link_of_the_site_leads_to_the_same_file(source: str, link: str, expected: str) -> None:
     assert site_links(f"see [this]({link}).", source, REPOSITORY) == f"see [this]({expected})."
 
 
@@ -40,7 +40,7 @@ def test_pages_from_outside_are_there() -> None:
     assert all((ROOT / source).is_file() for source in FROM_OUTSIDE)
 
 
-def test_the_page_for_pypi_has_no_relative_link() -> None:
+def test_page_for_pypi_has_no_relative_link() -> None:
     done = subprocess.run(
         [sys.executable, "setup.py", "--long-description"],
         cwd=ROOT,
@@ -61,7 +61,7 @@ def test_the_page_for_pypi_has_no_relative_link() -> None:
             assert (ROOT / before.partition("#")[0]).is_file()
 
 
-def test_the_repository_is_the_same_everywhere() -> None:
+def test_repository_is_the_same_everywhere() -> None:
     for name in ("setup.py", "pyproject.toml", "mkdocs.yml"):
         found = re.findall(r"https://github\.com/[\w-]+/[\w-]+", (ROOT / name).read_text())
         assert set(found) == {REPOSITORY}, name

@@ -35,7 +35,7 @@ def test_fixed_cost_of_a_step_separates_the_cost_of_its_tokens() -> None:
     st.integers(0, 7).filter(lambda n: n != 5),
     st.floats(20, 1000),
 )
-def test_a_load_speed_is_found_and_one_outlier_changes_little(
+def test_load_speed_is_found_and_one_outlier_changes_little(
     latency: float, rate: float, outlier: int, factor: float
 ) -> None:
     speed = TierSpeed()
@@ -46,7 +46,7 @@ def test_a_load_speed_is_found_and_one_outlier_changes_little(
         assert speed.seconds(size) == pytest.approx(latency + size / rate, rel=0.25)
 
 
-def test_a_tier_that_changes_is_believed_after_three_loads() -> None:
+def test_tier_that_changes_is_believed_after_three_loads() -> None:
     speed = TierSpeed()
     for usual, changed in ((0.1, 1.0), (1.0, 0.1)):
         for _ in range(5):
@@ -56,7 +56,7 @@ def test_a_tier_that_changes_is_believed_after_three_loads() -> None:
             assert speed.seconds(1e8) == pytest.approx(expected, rel=0.1)
 
 
-def test_a_tier_that_hangs_is_believed_at_once() -> None:
+def test_tier_that_hangs_is_believed_at_once() -> None:
     speed = TierSpeed()
     for _ in range(5):
         speed.observe(1e8, 0.1)
@@ -155,7 +155,7 @@ def test_steps_at_the_end_of_a_prompt_tell_what_all_of_it_takes(
     assert not prefill.knows(0, length // 2), "nothing was seen there"
 
 
-def test_the_speed_that_is_shown_is_that_of_the_loads_there_were() -> None:
+def test_speed_that_is_shown_is_that_of_the_loads_there_were() -> None:
     """Loads of about one size that differ by chance seem to take no time for a byte."""
     speed = TierSpeed()
     assert speed.recent_bytes_per_s is None

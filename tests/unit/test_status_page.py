@@ -126,7 +126,7 @@ def test_problems_are_the_latest_warnings_and_errors_of_the_package(
     assert latest["time"] >= first["time"] > 1.7e9
 
 
-def test_a_message_that_cannot_be_formatted_does_not_fail_its_caller(
+def test_message_that_cannot_be_formatted_does_not_fail_its_caller(
     problems: RecentProblems, capsys: pytest.CaptureFixture[str]
 ) -> None:
     problems.handle(logging.makeLogRecord({"msg": "%d blocks", "args": ("three",)}))
@@ -149,7 +149,7 @@ def test_problems_are_bounded_and_repeated_ones_counted(problems: RecentProblems
     assert problems.facts() == kept
 
 
-def test_the_document_has_no_outside_assets_and_sets_no_markup() -> None:
+def test_document_has_no_outside_assets_and_sets_no_markup() -> None:
     page = StatusPage({}, history_of(Counting()), RecentProblems())
     document = page.document.decode()
     assert re.findall(r"https?://[^\"]+", document) == ["http://www.w3.org/2000/svg"]

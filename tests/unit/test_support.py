@@ -31,7 +31,7 @@ def test_supported_vllm_is_accepted(version: str) -> None:
     assert require_supported_vllm(version, Complete) is None
 
 
-def test_a_newer_one_is_tried_with_a_warning() -> None:
+def test_newer_one_is_tried_with_a_warning() -> None:
     assert "0.40.0" in (require_supported_vllm("0.40.0", Complete) or "")
 
 

@@ -293,7 +293,7 @@ class Sizes:
     prompts: int = 3
 
 
-def test_a_record_grows_in_its_file(tmp_path: Path) -> None:
+def test_record_grows_in_its_file(tmp_path: Path) -> None:
     path = tmp_path / "results" / "table.json"
     record = Record("table", Sizes(), path, budget_s=None)
     record.add(2.0, 4, row=1, kind="a")
@@ -325,7 +325,7 @@ def test_a_record_grows_in_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("out", [["--out", "/tmp/x.json"], ["--out-dir=/tmp"]])
-def test_a_record_says_how_it_was_made_but_not_where_it_went(
+def test_record_says_how_it_was_made_but_not_where_it_went(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: list[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["table.py", "--tiny", *out, "--budget", "3"])
@@ -337,7 +337,7 @@ def test_a_record_says_how_it_was_made_but_not_where_it_went(
     assert found == "python -m benchmarks.throughput.table --tiny --budget 3"
 
 
-def test_a_record_knows_when_its_time_is_over(tmp_path: Path) -> None:
+def test_record_knows_when_its_time_is_over(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     record = Record("table", Sizes(), path, budget_s=0.0)
 
@@ -394,7 +394,7 @@ def test_two_kinds_of_engines_do_not_share_a_name() -> None:
         distinct([EngineSpec("one"), EngineSpec("one", options={"block_size": 32})])
 
 
-def test_the_first_engine_of_a_model_starts_ahead_of_the_others() -> None:
+def test_first_engine_of_a_model_starts_ahead_of_the_others() -> None:
     specs = [EngineSpec(f"{model}{n}", {"model": model}) for n in range(3) for model in "ab"]
     with EnginePool(tiny=False) as pool:
         waves = [[spec.name for spec in wave] for wave in pool._waves(specs)]

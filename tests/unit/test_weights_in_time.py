@@ -75,7 +75,7 @@ CHANGES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_since_the_process_began_is_noticed(
+def test_change_since_the_process_began_is_noticed(
     tmp_path: Path, start: Callable[[], None], change: str
 ) -> None:
     write_model(tmp_path / "model")
@@ -93,7 +93,7 @@ def test_a_change_since_the_process_began_is_noticed(
     assert changed_since_start(config(served)) is None
 
 
-def test_a_hub_that_has_something_newer(
+def test_hub_that_has_something_newer(
     tmp_path: Path, start: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is fetched while the engine starts is what it loads, if there was nothing before."""

@@ -104,7 +104,7 @@ def chains(*groups: Group) -> list[list[BlockKey]]:
     ]
 
 
-def test_a_daemon_that_has_all_is_asked_twice_and_for_little() -> None:
+def test_daemon_that_has_all_is_asked_twice_and_for_little() -> None:
     groups = [Group(0, 4, 64, 0), Group(1, 4, 64, 0, 10), Group(2, 4, 64, 0, 6)]
     keys = chains(*groups)
     server = ListingServer("tcp://a:1", {key for some in keys for key in some})
@@ -113,7 +113,7 @@ def test_a_daemon_that_has_all_is_asked_twice_and_for_little() -> None:
     assert server.asked == [11, 3 + 2]
 
 
-def test_where_a_window_is_not_whole_one_more_question_finds_the_next() -> None:
+def test_where_a_window_is_not_whole_one_more_query_finds_the_next() -> None:
     groups = [Group(0, 4, 64, 0), Group(1, 4, 64, 0, 10)]
     keys = chains(*groups)
     server = ListingServer("tcp://a:1", set(keys[0]) | set(keys[1][:4]) | {keys[1][9]})

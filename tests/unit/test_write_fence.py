@@ -61,3 +61,19 @@ def test_take_ignores_store_planned_after_allocation() -> None:
     fence.hand_out([1])
     fence.begin_read(2, int64_array([1]))
     assert fence.take() is None
+
+
+def test_hand_out_says_whether_a_store_may_read_a_block() -> None:
+    """Inside a MultiConnector, another connector may write there ahead of any wait of ours."""
+    assert not WriteFence().hand_out([1])
+    fence = fence_with(j1=[1], j2=[2])
+    assert fence.hand_out([1])  # by the oldest of both
+    assert not fence.hand_out([0])
+    assert not fence.hand_out([1_000_000])
+    assert not fence.hand_out([])
+
+
+def test_read_of_no_block_is_waited_for_by_nothing() -> None:
+    fence = fence_with(j1=[])
+    assert not fence.hand_out([0, 1])
+    fence.end_read(1)

@@ -24,7 +24,7 @@ def sizes(lengths: list[int], limits: Limits | None = None) -> list[int]:
 
 
 @pytest.mark.parametrize("nbytes", [MIB, MIB // 3, 4 * MIB])
-def test_the_first_and_the_last_requests_are_small(nbytes: int) -> None:
+def test_first_and_the_last_requests_are_small(nbytes: int) -> None:
     requests = sizes([nbytes] * (256 * MIB // nbytes))
     assert requests[0] <= SMALL_WRITE_BYTES
     assert requests[-1] <= SMALL_WRITE_BYTES

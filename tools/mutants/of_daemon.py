@@ -37,14 +37,6 @@ DAEMON = (
         ("tests/daemon/test_up.py::test_screen_with_unread_log_drops_lines_once_it_stops",),
     ),
     Mutation(
-        "claims-never-end",
-        "server/requests/claims.py",
-        "known[0] != owner and known[1] > now:",
-        "known[0] != owner:",
-        "nobody can claim what a dead engine had claimed, and all engines compute it",
-        ("tests/daemon/test_claims.py::test_claim_that_has_ended_is_free",),
-    ),
-    Mutation(
         "token-cache-match-past-a-gap",
         "api/chain_store.py",
         "            if here < stop - start:\n                return Outcome(count, {})\n",
@@ -115,7 +107,7 @@ DAEMON = (
                 self._abandoned""",
         """            if op is None and not self._in_flight:
                 self._abandoned""",
-        "a late reply is taken for the answer to another question",
+        "a late reply is taken for the answer to another request",
         _FAULTS,
     ),
     Mutation(
@@ -420,14 +412,6 @@ DAEMON = (
         "lacks_parts = part is not None and part.reply != _parts_of(payload_bytes) - 1",
         "lacks_parts = False",
         "a block of which Redis evicted a part is offered and then fails to load",
-        _REDIS,
-    ),
-    Mutation(
-        "redis-hung-server-takes-the-time-of-others",
-        "stores/redis/nodes.py",
-        "[descriptor for descriptor, _ in poll.poll(1000 * min(left_s, silence_s))]",
-        "list(waiting)[:1]",
-        "while one server of a cluster hangs, lookups miss the blocks of all others, too",
         _REDIS,
     ),
 )

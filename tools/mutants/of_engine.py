@@ -20,32 +20,12 @@ _ADAPTERS = ("tests/engine/test_adapter_keys.py",)
 _ISOLATION = ("tests/engine/test_isolation.py",)
 _TAILS = "tests/engine/test_partial_tail.py"
 _PLANNER = ("tests/unit/test_planner.py",)
-_RECURRENT = ("tests/engine/test_recurrent.py::test_a_repeated_prompt_is_found_as_by_vllm_itself",)
+_RECURRENT = ("tests/engine/test_recurrent.py::test_repeated_prompt_is_found_as_by_vllm_itself",)
 _SEARCH = ("tests/unit/test_window_search.py",)
 _VERIFICATION = ("tests/engine/test_verification.py",)
-_MISSES = ("tests/engine/test_miss_causes.py",)
 _ONCE = ("tests/unit/test_compute_once.py",)
-_PREFETCH = ("tests/engine/test_prefetch.py",)
 
 ENGINE = (
-    Mutation(
-        "prefetch-more-than-its-share",
-        "connector/scheduler/prefetch.py",
-        "count = min(left // block, ",
-        "count = min(1 << 20, ",
-        "prefetches displace the whole tier",
-        _PREFETCH,
-        Needs.VLLM,
-    ),
-    Mutation(
-        "prefetch-although-the-session-is-back",
-        "connector/scheduler/retention.py",
-        "                self._prefetch.returned(_session_of(state))\n",
-        "                pass\n",
-        "a session that is back takes room for what it no longer needs",
-        _PREFETCH,
-        Needs.VLLM,
-    ),
     Mutation(
         "fetched-by-one-rank",
         "cache/ledger.py",
@@ -55,53 +35,11 @@ ENGINE = (
         _LEDGER,
     ),
     Mutation(
-        "misses-larger-tier-holds-all",
-        "connector/scheduler/miss_causes.py",
-        "            extra = (factor - 1) * self._ghosts.capacity_bytes\n",
-        "            extra = 1 << 60\n",
-        "twice the memory is said to hold everything that was ever evicted",
-        _MISSES,
-        Needs.VLLM,
-    ),
-    Mutation(
-        "ghosts-count-what-came-back",
-        "csrc/index/ghosts.cpp",
-        "  change(place, -ring_[place].nbytes);\n",
-        "",
-        "a larger tier is said to save less than it does",
-        ("tests/unit/test_ghosts.py",),
-    ),
-    Mutation(
-        "misses-daemons-that-say-nothing-have-nothing",
-        "connector/scheduler/miss_causes.py",
-        "        if self._has_daemons:\n",
-        "        if not self._has_daemons:\n",
-        "what no daemon was asked for is said to be never stored",
-        _MISSES,
-        Needs.VLLM,
-    ),
-    Mutation(
         "once-no-deadline",
         "connector/scheduler/compute_once.py",
         "        if now < wait.deadline:\n            return True\n",
         "        if now:\n            return True\n",
         "requests wait forever for one whose prefill hangs",
-        _ONCE,
-    ),
-    Mutation(
-        "once-lost-leader-leads",
-        "connector/scheduler/compute_once.py",
-        "leader = self._leaders.pop(request_id, None)",
-        "leader = self._leaders.get(request_id)",
-        "requests wait for one that was aborted, until their deadline",
-        _ONCE,
-    ),
-    Mutation(
-        "once-no-stall",
-        "connector/scheduler/compute_once.py",
-        "if leader.idle_steps > _MAX_IDLE_STEPS:",
-        "if leader.idle_steps < 0:",
-        "requests wait for one that gets no tokens, until their deadline",
         _ONCE,
     ),
     Mutation(
@@ -115,8 +53,8 @@ ENGINE = (
     Mutation(
         "ledger-first-rank-commits",
         "cache/ledger.py",
-        "if len(store.reports) == self._num_ranks:",
-        "if len(store.reports) >= 1:",
+        "return len(reports) == self._num_ranks\n",
+        "return len(reports) >= 1\n",
         "a block is a hit that only some ranks can serve",
         _LEDGER,
     ),
@@ -231,15 +169,6 @@ ENGINE = (
         Needs.VLLM,
     ),
     Mutation(
-        "reset-keeps-the-tier",
-        "connector/scheduler/scheduler_half.py",
-        "        self.index.clear()\n",
-        "",
-        "blocks that can never be found again keep the tier's memory",
-        _SCHEDULING,
-        Needs.VLLM,
-    ),
-    Mutation(
         "failed-step-stays-in-vllms-cache",
         "connector/scheduler/invalid_load_recovery.py",
         "        self._manager.evict_blocks(",
@@ -282,15 +211,6 @@ ENGINE = (
         "                pass\n",
         "after another connector's failure a request waits for ever",
         _FAILED,
-        Needs.VLLM,
-    ),
-    Mutation(
-        "preempted-request-keeps-its-blocks",
-        "connector/scheduler/scheduler_half.py",
-        "                self.stores.preempted(self._requests[request_id])\n",
-        "                pass\n",
-        "the blocks of a preempted request are not stored a second time",
-        _HAZARDS,
         Needs.VLLM,
     ),
     Mutation(
@@ -340,9 +260,9 @@ ENGINE = (
     ),
     Mutation(
         "comparison-without-a-fence",
-        "cache/verification_ledger.py",
-        "        self._ledger.fence.begin_read(job_id, block_ids)\n",
-        "        self._ledger.fence.begin_read(job_id, block_ids[:0])\n",
+        "cache/ledger.py",
+        "        self.fence.begin_read(job_id, int64_array(comparison.block_ids))\n",
+        "        self.fence.begin_read(job_id, int64_array([]))\n",
         "a good block is evicted, as it is compared with another request's",
         _FENCE,
         Needs.VLLM,
@@ -353,15 +273,6 @@ ENGINE = (
         "        elif copies and self._steps_zero_blocks:\n",
         "        elif False:\n",
         "a store reads zeros that vLLM wrote ahead of our hook",
-        _FENCE,
-        Needs.VLLM,
-    ),
-    Mutation(
-        "lookup-that-waits-for-no-store",
-        "connector/scheduler/load_planner.py",
-        "            if may_load and self._waits_for_stores(state, computed + loadable, end):\n",
-        "            if False:\n",
-        "an engine that stopped stepping computes again what it is about to hold",
         _FENCE,
         Needs.VLLM,
     ),
@@ -607,7 +518,7 @@ ENGINE = (
         "connector/identity/request_keys.py",
         "                extras[index] = extra\n",
         "                pass\n",
-        "a question about one picture is answered about another",
+        "a prompt with one picture gets the answer to another",
         _KEYS,
         Needs.VLLM,
     ),
@@ -655,14 +566,6 @@ ENGINE = (
         _PLANNER,
     ),
     Mutation(
-        "needed-blocks-not-stored",
-        "cache/planner.py",
-        "needed = self.needed(first * self.block_size, end)",
-        "needed = self.needed((first + 1) * self.block_size, end)",
-        "the first block of each window before a possible end of a hit is not stored",
-        _PLANNER,
-    ),
-    Mutation(
         "window-with-a-hole",
         "connector/scheduler/remote_lookups.py",
         "                if count < len(some):\n",
@@ -673,8 +576,8 @@ ENGINE = (
     Mutation(
         "bad-block-not-evicted",
         "connector/scheduler/verification.py",
-        "                    self._index.remove(key, slot)",
-        "                    pass",
+        "                self._index.remove(key, comparison.pinned[n])",
+        "                pass",
         "a block that was found to be wrong is served again",
         _VERIFICATION,
         Needs.VLLM,
@@ -689,56 +592,12 @@ ENGINE = (
         Needs.VLLM,
     ),
     Mutation(
-        "pins-beyond-their-share",
-        "connector/scheduler/retention.py",
-        "            elif self.nbytes + nbytes <= self._max_bytes:\n",
-        "            elif True:\n",
-        "one client pins the whole tier",
-        ("tests/engine/test_request_controls.py",),
-        Needs.VLLM,
-    ),
-    Mutation(
-        "pins-that-never-end",
-        "connector/scheduler/retention.py",
-        "        self._pins.expire()\n",
-        "",
-        "pinned blocks stay for ever",
-        ("tests/engine/test_request_controls.py",),
-        Needs.VLLM,
-    ),
-    Mutation(
         "session-of-another-salt",
         "connector/scheduler/retention.py",
         "return state.request.cache_salt, state.control.session",
         "return None, state.control.session",
         "a client ends the sessions of others",
         ("tests/engine/test_request_controls.py",),
-        Needs.VLLM,
-    ),
-    Mutation(
-        "shared-block-is-private",
-        "connector/scheduler/sessions.py",
-        "if self._users[key] == 1]",
-        "if self._users[key] & ~_USED_OUTSIDE == 1]",
-        "an ended session takes blocks that others use",
-        ("tests/unit/test_sessions.py",),
-    ),
-    Mutation(
-        "ended-session-stays-warm",
-        "connector/scheduler/retention.py",
-        "        self._index.mark_dead(private)\n",
-        "",
-        "blocks of ended sessions displace those of others",
-        ("tests/engine/test_request_controls.py",),
-        Needs.VLLM,
-    ),
-    Mutation(
-        "removed-block-stays-announced",
-        "cache/index.py",
-        "        if is_removed:\n",
-        "        if False:\n",
-        "routers send requests to blocks that are gone",
-        ("tests/engine/test_kv_events.py",),
         Needs.VLLM,
     ),
 )

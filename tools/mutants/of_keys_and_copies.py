@@ -9,7 +9,6 @@ _INDEX = (
     "tests/unit/test_durable_index.py",
     "tests/unit/test_eviction.py",
 )
-_PLANNED = ("tests/unit/test_planner.py", "tests/unit/test_ledger.py")
 _CLASSES = ("tests/unit/test_size_classes.py",)
 _KEY = ("tests/unit/test_key.py",)
 _DEVICE = ("tests/unit/test_device.py",)
@@ -33,14 +32,6 @@ KEYS_AND_COPIES = (
         "if (entry.pins == 0 && index_.may_evict(id)) return id;",
         "if (index_.may_evict(id)) return id;",
         "a slot is reused while a copy reads it",
-        _INDEX,
-    ),
-    Mutation(
-        "index-dead-sequence-takes-shared-head",
-        "csrc/index/block_index.cpp",
-        "if (id == kNone || is_continued(id)) continue;",
-        "if (id == kNone) continue;",
-        "the end of one session evicts what others continue",
         _INDEX,
     ),
     Mutation(
@@ -82,22 +73,6 @@ KEYS_AND_COPIES = (
         "    free(id);\n    return true;\n",
         "a block removed by a reset counts as stored, and is sent to daemons",
         _INDEX,
-    ),
-    Mutation(
-        "index-evicts-the-block-before",
-        "csrc/index/block_index.cpp",
-        "      const Kept kept(*this, name.before);\n",
-        "",
-        "a new block pushes out the head it follows and can never be found",
-        _INDEX,
-    ),
-    Mutation(
-        "index-stores-a-tail-without-its-head",
-        "csrc/index/module.cpp",
-        "      dropped = int64_t(range.stop - i);\n      break;\n",
-        "      continue;\n",
-        "where room ends, blocks are stored that can never be found",
-        _PLANNED,
     ),
     Mutation(
         "index-class-in-use-is-given-away",

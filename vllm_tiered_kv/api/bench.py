@@ -69,7 +69,7 @@ class Answer:
 @dataclass
 class Asker:
     """Asks one server, which nobody else uses meanwhile, and reads its counters around each
-    question. With a salt of its own nothing of earlier runs is found."""
+    request. With a salt of its own nothing of earlier runs is found."""
 
     server: OpenAIServer
     model: str

@@ -113,6 +113,7 @@ class FolderChains(Chains):
 
     def flush(self) -> Outcome:
         is_flushed = self._store.flush()
+        self._store.take_lost()  # what they are is not reported
         return Outcome(int(is_flushed), {} if is_flushed else self._reason("could not be synced"))
 
     def close(self) -> None:

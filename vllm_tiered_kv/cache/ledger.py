@@ -2,7 +2,8 @@
 
 A store is complete when every rank has reported it. Blocks that all ranks stored are committed; the
 others are aborted. A load holds its pins until it is reported as finished or failed. So does a put,
-which sends blocks to a daemon.
+which sends blocks to a daemon, and a comparison, which verifies blocks: it holds them and spare
+slots for their recomputed copies from the plan of these copies on, not while they are computed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,12 +20,19 @@ from vllm_tiered_kv.cache.ghosts import Ghosts
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.write_fence import WriteFence
 from vllm_tiered_kv.core.key import BlockKey
-from vllm_tiered_kv.core.tiers import Tier
-from vllm_tiered_kv.core.transfer import Int64Array
+from vllm_tiered_kv.core.tiers import Lookup, Tier
+from vllm_tiered_kv.core.transfer import Int64Array, int64_array
+from vllm_tiered_kv.core.verdict import BlockVerdict
 from vllm_tiered_kv.errors import InvariantError
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.metrics.recorder import Recorder
+
+_SPARE_SHARE = 8
+"""At most 1/8 of the slots serve as spare slots, so that verification does not evict the blocks it
+verifies."""
+
+_Report = TypeVar("_Report")
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,21 @@ class _OpenFetch:
     reports: list[StoreReport] = field(default_factory=list)
 
 
+@dataclass
+class Comparison:
+    """Blocks of one group that are verified together: those of `tier`, if it is that of this engine
+    pinned, and spare slots for their recomputed copies."""
+
+    tier: Tier
+    size_class: int
+    keys: list[BlockKey] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)  # of the GPU
+    spare: list[int] = field(default_factory=list)
+    pinned: list[int] = field(default_factory=list)
+    is_void: bool = False
+    reports: list[Sequence[BlockVerdict]] = field(default_factory=list)
+
+
 class TransferLedger:
     """Owns every pin and reservation from the plan of a transfer to its last report.
 
@@ -105,6 +129,9 @@ class TransferLedger:
         self._step_loads: dict[int, _OpenStepLoad] = {}
         self._puts: dict[int, _OpenPut] = {}
         self._fetches: dict[int, _OpenFetch] = {}
+        self._comparisons: dict[int, Comparison] = {}
+        self._spare_in_use: dict[int, int] = {}  # by size class
+        self._spare_keys = 0
         self._overdue: set[int | str] = set()  # open transfers whose reports were given up
         self.pending_put_bytes = 0
         self.fence = WriteFence()
@@ -169,16 +196,11 @@ class TransferLedger:
         """Adds reports of ranks. With the last one, returns the slots that became readable, grouped
         by the anchors of their store."""
         store = self._stores[job_id]
-        store.reports.extend(reports)
-        if len(store.reports) > self._num_ranks:
-            raise InvariantError(
-                f"store {job_id} has {len(store.reports)} reports from {self._num_ranks} ranks"
-            )
-        if len(store.reports) == self._num_ranks:
-            del self._stores[job_id]
-            self.fence.end_read(job_id)
-            return self._finish_store(store, self._was_overdue(job_id))
-        return []
+        if not self._is_complete(job_id, store.reports, reports):
+            return []
+        del self._stores[job_id]
+        self.fence.end_read(job_id)
+        return self._finish_store(store, self._was_overdue(job_id))
 
     def open_put(self, slots: Sequence[int], keys: Sequence[BlockKey], block_bytes: int) -> int:
         """Pins readable blocks that are sent to a daemon and returns the job id."""
@@ -190,8 +212,7 @@ class TransferLedger:
 
     def report_put(self, job_id: int, reports: Iterable[StoreReport]) -> None:
         put = self._puts[job_id]
-        put.reports.extend(reports)
-        if len(put.reports) < self._num_ranks:
+        if not self._is_complete(job_id, put.reports, reports):
             return
         del self._puts[job_id]
         least = min(put.reports, key=lambda report: report.stored)
@@ -222,8 +243,7 @@ class TransferLedger:
     def report_fetch(self, job_id: int, reports: Iterable[StoreReport]) -> None:
         """Adds reports of ranks. With the last one, blocks that all ranks have become readable."""
         fetch = self._fetches[job_id]
-        fetch.reports.extend(reports)
-        if len(fetch.reports) < self._num_ranks:
+        if not self._is_complete(job_id, fetch.reports, reports):
             return
         del self._fetches[job_id]
         self._overdue.discard(job_id)
@@ -273,7 +293,7 @@ class TransferLedger:
         """Whether a transfer is open whose reports are still awaited."""
         to_tier = len(self._stores) + len(self._fetches)
         from_tier = len(self._loads) + len(self._step_loads) + len(self._puts)
-        return to_tier + from_tier > len(self._overdue)
+        return to_tier + from_tier + len(self._comparisons) > len(self._overdue)
 
     def give_up_reports(self) -> int:
         """Stops waiting for the reports of open transfers; returns how many were given up.
@@ -288,8 +308,12 @@ class TransferLedger:
         for job_id, put in self._puts.items():
             if job_id not in self._overdue:
                 self.drop(len(put.slots), DropReason.UNREPORTED, Tier.REMOTE)
+        for job_id in self._comparisons.keys() - self._overdue:
+            comparison = self._comparisons[job_id]
+            self.count_unverified(len(comparison.keys), comparison.tier)
         before = len(self._overdue)
         self._overdue.update(self._stores, self._loads, self._step_loads, self._puts, self._fetches)
+        self._overdue.update(self._comparisons)
         return len(self._overdue) - before
 
     def _was_overdue(self, job: int | str) -> bool:
@@ -311,8 +335,7 @@ class TransferLedger:
     def report_step_load(self, job_id: int, reports: Iterable[bool]) -> str | None:
         """Adds reports of ranks; returns the request id if the load is complete and failed."""
         ahead = self._step_loads[job_id]
-        ahead.reports.extend(reports)
-        if len(ahead.reports) < self._num_ranks:
+        if not self._is_complete(job_id, ahead.reports, reports):
             return None
         del self._step_loads[job_id]
         self._overdue.discard(job_id)
@@ -347,6 +370,86 @@ class TransferLedger:
         self._index.unpin(load.slots)
         if load.on_end is not None:
             load.on_end()
+
+    # ---- comparisons ----------------------------------------------------------------------------
+
+    @property
+    def has_open_comparisons(self) -> bool:
+        """Whether a comparison is open whose reports are still awaited."""
+        return bool(self._comparisons.keys() - self._overdue)
+
+    def pin(self, key: BlockKey) -> int | None:
+        """Pins a block to compare and returns its slot; None if it was evicted."""
+        if self._index.lookup(key) is not Lookup.HIT:
+            return None
+        return self._index.pin([key])[0]
+
+    def unpin(self, slot: int) -> None:
+        self._index.unpin([slot])
+
+    def spare_slot(self, size_class: int) -> int | None:
+        """Reserves a slot for a recomputed block; None if all spare slots are in use."""
+        geometry = self._index.geometry
+        limit = geometry.capacity_bytes // geometry.slot_bytes[size_class] // _SPARE_SHARE
+        in_use = self._spare_in_use.get(size_class, 0)
+        if in_use >= max(1, limit):
+            return None
+        # The key is longer than any block key, so no lookup ever finds it.
+        self._spare_keys += 1
+        key = b"recomputed block " + self._spare_keys.to_bytes(8, "big")
+        slot = self._index.reserve(key, None, size_class)
+        if slot is not None:
+            self._spare_in_use[size_class] = in_use + 1
+        return slot
+
+    def open_comparison(self, comparison: Comparison) -> int:
+        """Opens a comparison and returns its job id. Takes ownership of the pins and spare
+        slots."""
+        job_id = self.new_job()
+        self._comparisons[job_id] = comparison
+        self.fence.begin_read(job_id, int64_array(comparison.block_ids))
+        return job_id
+
+    def void_comparisons(self) -> None:
+        """Ignores the verdicts of open comparisons, because the recomputed blocks do not match
+        their keys."""
+        for comparison in self._comparisons.values():
+            comparison.is_void = True
+
+    def report_comparison(
+        self, job_id: int, reports: Iterable[Sequence[BlockVerdict]]
+    ) -> Comparison | None:
+        """Adds verdicts of ranks; returns the comparison after the last one, unless it is void."""
+        comparison = self._comparisons[job_id]
+        if not self._is_complete(job_id, comparison.reports, reports):
+            return None
+        del self._comparisons[job_id]
+        self.fence.end_read(job_id)
+        self._index.unpin(comparison.pinned)
+        for slot in comparison.spare:
+            self._index.abort(slot)
+        self._spare_in_use[comparison.size_class] -= len(comparison.spare)
+        if self._was_overdue(job_id):
+            return None
+        if comparison.is_void:
+            self.count_unverified(len(comparison.keys), comparison.tier)
+            return None
+        return comparison
+
+    def count_unverified(self, blocks: int, tier: Tier) -> None:
+        """Counts blocks that should have been compared but were not."""
+        self._recorder.add(names.UNVERIFIED_BLOCKS, blocks, tier.value)
+
+    # ---- all transfers --------------------------------------------------------------------------
+
+    def _is_complete(self, job_id: int, reports: list[_Report], new: Iterable[_Report]) -> bool:
+        """Adds reports of ranks; returns whether they are all there."""
+        reports.extend(new)
+        if len(reports) > self._num_ranks:
+            raise InvariantError(
+                f"job {job_id} has {len(reports)} reports from {self._num_ranks} ranks"
+            )
+        return len(reports) == self._num_ranks
 
     def drop(
         self,

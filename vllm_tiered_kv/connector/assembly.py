@@ -173,7 +173,7 @@ def make_scheduler_half(
         claims = RemoteClaims(cluster, config.remote_lookup_timeout)
     if config.verify_fraction:
         delete = lookups.delete if lookups is not None else None
-        verification = Verification(config.verify_fraction, tier, engine.num_ranks, delete)
+        verification = Verification(config.verify_fraction, tier, delete)
     load_policy = LoadDecider(config, tier, engine, lookups)
     once = _compute_once(config, vllm_config, tier, engine, load_policy, claims)
     misses = MissCauses(

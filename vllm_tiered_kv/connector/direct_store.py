@@ -221,7 +221,7 @@ class DirectStore:
         if self._closed or self._store is not None or now < self._open_not_before:
             return
         try:
-            store = registry.open_store(self._options)
+            store = registry.open_store(self._options, self._count_failure)
         except (ConfigError, OSError) as error:
             self._open_not_before = now + _OPEN_AGAIN_S
             self._count_failure()
@@ -230,7 +230,6 @@ class DirectStore:
                 self._logged_reason = why
                 logger.warning("cannot use the store in `remote`: %s; continuing without it", why)
             return
-        store.on_unanswered = self._count_failure
         with self._lock:
             for region in self._regions:
                 store.use_memory(region)

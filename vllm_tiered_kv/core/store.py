@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NewType, Protocol
 
@@ -141,18 +141,15 @@ class BlockStore(Protocol):
         """Flushes and releases all resources. Idempotent."""
 
 
-OnLost = Callable[[Sequence[StoreKey]], None]
-
-
 class LowerStore(BlockStore, Protocol):
     """A store that can serve as the lower tier of another store.
 
     It knows the metadata of its blocks without reading them.
     """
 
-    on_lost: OnLost
-    """Called with blocks that were acknowledged but lost before they were durable. The store calls
-    it from any thread and may hold its locks; a flush calls it before it returns False."""
+    def take_lost(self) -> list[StoreKey]:
+        """Returns, once, the blocks that were acknowledged but lost before they were durable. After
+        a flush that has lost blocks they are among them. Never waits for I/O."""
 
     def retry(self) -> None:
         """Uses a failed disk again at once, without waiting for the pause after the failure."""

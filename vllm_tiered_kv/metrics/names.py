@@ -59,11 +59,11 @@ class Decision(str, enum.Enum):
 
 
 class LookupOutcome(str, enum.Enum):
-    """What became of a question to daemons about one request."""
+    """How a lookup of one request at the daemons ended."""
 
     HIT = "hit"
     MISS = "miss"
-    TIMEOUT = "timeout"  # nothing heard within `remote_lookup_timeout`
+    TIMEOUT = "timeout"  # no answer within `remote_lookup_timeout`
     UNAVAILABLE = "unavailable"  # no daemon could be reached
 
 
@@ -224,7 +224,7 @@ LOOKUPS = _counter_by(
 )
 LOOKUP_SECONDS = _histogram(
     "lookup_seconds",
-    "From a request's question to daemons to the answer that the scheduler sees, or to giving up.",
+    "From the start of a request's lookup at daemons until the scheduler sees its end or gives up.",
     _REMOTE,
 )
 LOAD_SECONDS = _histogram(

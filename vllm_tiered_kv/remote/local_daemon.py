@@ -37,13 +37,16 @@ class LocalDaemon:
         self,
         store: RemoteStore,
         on_attach: Callable[[SharedMemory], bool] = lambda memory: True,
+        on_unmap: Callable[[SharedMemory], None] = lambda memory: None,
         keeps_dead: Callable[[SharedMemory], bool] = lambda memory: False,
     ) -> None:
         """`on_attach` prepares memory before its first use; if it returns False, this daemon's
-        memory is never used. Memory of a dead daemon is retired as soon as `keeps_dead`, which is
-        polled, returns False; no new memory is attached before that."""
+        memory is never used. `on_unmap` is called before memory is unmapped. Memory of a dead
+        daemon is retired as soon as `keeps_dead`, which is polled, returns False; no new memory is
+        attached before that."""
         self._store = store
         self._on_attach = on_attach
+        self._on_unmap = on_unmap
         self._keeps_dead = keeps_dead
         self._is_refused = False
         self._keeps_attached = False
@@ -79,7 +82,7 @@ class LocalDaemon:
         with self._attaching:
             memory = self.current  # another thread may have attached it meanwhile
             if memory is None and all(old.is_retired for old in self._mapped):
-                memory = self._store.attach()
+                memory = self._store.attach(self._wake_thread, self._on_unmap)
                 if memory is not None and memory not in self._mapped:
                     memory = self._adopt(memory)
         if memory is not None:
@@ -139,7 +142,6 @@ class LocalDaemon:
 
     def _adopt(self, memory: SharedMemory) -> SharedMemory | None:
         """Prepares newly mapped memory; retires it and returns None if it cannot be used."""
-        memory.on_unsettled = self._wake_thread
         try:
             self._is_refused = not self._on_attach(memory)
         except BaseException:

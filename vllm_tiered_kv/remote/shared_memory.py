@@ -189,9 +189,13 @@ class SharedMemory:
         breaker: Breaker,
         timeout_s: float,
         on_error: Callable[[Exception], None],
+        on_unsettled: Callable[[], None],
+        on_unmap: Callable[[SharedMemory], None],
     ) -> None:
         self._attachment = attachment
         self._on_error = on_error
+        self._on_unsettled = on_unsettled
+        self._on_unmap = on_unmap
         self._address = settings.address
         self._identity = identity
         self._breaker = breaker
@@ -214,10 +218,6 @@ class SharedMemory:
             on_late=self._release_late,
             on_hello=self._on_hello,
         )
-        self.on_unsettled: Callable[[], None] = lambda: None
-        """Called when `settle` has something to do. It must not wait."""
-        self.on_unmap: Callable[[], None] = lambda: None
-        """Called before the memory is unmapped, to unpin it."""
 
     @classmethod
     def attach(
@@ -228,14 +228,18 @@ class SharedMemory:
         breaker: Breaker,
         timeout_s: float,
         on_error: Callable[[Exception], None],
+        on_unsettled: Callable[[], None],
+        on_unmap: Callable[[SharedMemory], None],
     ) -> SharedMemory:
         """Maps the daemon's memory; raises ArenaError if the daemon does not share it. `on_error`
-        is called with the error of a failed call."""
+        is called with the error of a failed call; the others as for `RemoteStore.attach`."""
         attachment = attach(path, identity.client, settings.connect_timeout_s)
         # A heartbeat would end the session of a process that was stopped for a while, and lose the
         # replies to its requests. The attachment tells more reliably that the daemon is gone.
         settings = replace(settings, heartbeat=False)
-        return cls(attachment, identity, settings, breaker, timeout_s, on_error)
+        return cls(
+            attachment, identity, settings, breaker, timeout_s, on_error, on_unsettled, on_unmap
+        )
 
     @property
     def arena(self) -> SharedArena:
@@ -298,7 +302,7 @@ class SharedMemory:
             self.settle(time.monotonic() + _CLOSING_S)
             self._closing.set()
             try:
-                self.on_unmap()
+                self._on_unmap(self)
             finally:
                 with self._lock:
                     self._connection.close()
@@ -357,7 +361,7 @@ class SharedMemory:
             return None
         found = self._call(ask, deadline, max_wait_s=_BUSY_S)
         if not self.is_settled:
-            self.on_unsettled()
+            self._on_unsettled()
         return found
 
     def release_lookup(self, lease: int) -> None:
@@ -367,7 +371,7 @@ class SharedMemory:
                 return
             self._lookup_leases.remove(lease)
             self._unreleased.add(lease)
-        self.on_unsettled()
+        self._on_unsettled()
 
     def release_lookups(self) -> None:
         """Requests the release of all lookup leases with the next `settle`. Never waits."""

@@ -331,11 +331,17 @@ class RemoteStore:
         self._caller.attempt(ask, deadline)
         return facts
 
-    def attach(self) -> SharedMemory | None:
+    def attach(
+        self,
+        on_unsettled: Callable[[], None] = lambda: None,
+        on_unmap: Callable[[SharedMemory], None] = lambda memory: None,
+    ) -> SharedMemory | None:
         """Returns the daemon's memory if the daemon runs on this host and shares it, else None.
 
-        Calls return the same object while the daemon lives. After a restart they return the new
-        daemon's memory; the old memory stays mapped until it is closed or retired.
+        Calls return the same object while the daemon lives, with the callbacks of the first one.
+        After a restart they return the new daemon's memory; the old memory stays mapped until it is
+        closed or retired. `on_unsettled` is called when the memory's `settle` has something to do,
+        and must not wait; `on_unmap` before the memory is unmapped, to unpin it.
         """
         path = self.address.arena_path
         if path is None or not self.available:
@@ -357,6 +363,8 @@ class RemoteStore:
                     self.breaker,
                     self._timeout,
                     self._caller.record_error,
+                    on_unsettled,
+                    on_unmap,
                 )
             except ArenaError as error:
                 absent = self.address.why_absent()

@@ -138,8 +138,8 @@ class Daemon:
             options,
             self._recorder,
             on_deleted=lambda keys: reactor.post(lambda: self._pins.void(keys)),
+            watch=reactor.watch,
         )
-        self._store.collect_with(reactor.watch)
         memory = self._store.memory
         self._outbox = Outbox(
             reactor,

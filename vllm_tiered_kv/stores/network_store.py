@@ -1,15 +1,20 @@
-"""What stores on a network have in common: a prefix is looked up in growing batches, failures are
-counted and logged now and then, and the usage is asked for now and then."""
+"""What stores on a network have in common: a put looks blocks up and verifies them before writing,
+a prefix is looked up in growing batches, failures are counted and logged now and then, and the
+usage is asked for now and then."""
 
 from __future__ import annotations
 
 import enum
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from vllm_tiered_kv.core.store import OnLost, StoreKey, StoreUsage
+from vllm_tiered_kv.core.store import Durability, PutItem, PutResult, StoreKey, StoreUsage
+from vllm_tiered_kv.native.cpu import hash_buffers
+from vllm_tiered_kv.stores.block_format import BlockHeader, is_key
 
 WRITE_TIMEOUT_FACTOR = 10  # as long as the daemon waits for writes
 MAX_LOOKUPS = 4096  # keys of a request
@@ -59,18 +64,76 @@ def count_leading(
     return count
 
 
-class NetworkStore:
+@dataclass(frozen=True)
+class NewBlock:
+    """A block that is verified and has to be written."""
+
+    header: BlockHeader
+    payload: memoryview
+
+
+class NetworkStore(ABC):
     """Base of the stores in Redis, Mooncake and S3. Thread-safe."""
 
-    def __init__(self) -> None:
-        self.on_lost: OnLost = lambda keys: None  # never called: nothing is acknowledged early
-        self.on_unanswered: Callable[[], None] = lambda: None
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._counts: Counter[Event] = Counter()
         self._counts_lock = threading.Lock()
         self._usage = StoreUsage(0, 0, 0)
         self._usage_interval = Interval(_USAGE_MAX_AGE_S)
         self._log_interval = Interval()
         self._closed = False
+
+    def put(
+        self, items: Sequence[PutItem], durability: Durability = Durability.MEMORY
+    ) -> list[PutResult]:
+        """Every durability is the same: that of the service."""
+        if self._closed:
+            return [PutResult.DROPPED] * len(items)
+        results = [PutResult.FAILED] * len(items)
+        deadline = self._deadline(WRITE_TIMEOUT_FACTOR)
+        valid = [
+            n
+            for n, item in enumerate(items)
+            if is_key(item.key) and is_key(item.parent or b"no parent")
+        ]
+        keys = list(dict.fromkeys(items[n].key for n in valid))
+        known = dict(zip(keys, self._known(keys, deadline), strict=True))
+        self._count(Event.WRITE_ERROR, list(known.values()).count(None))
+        absent: list[int] = []
+        for n in valid:
+            if known[items[n].key]:
+                results[n] = PutResult.PRESENT
+            elif known[items[n].key] is not None:
+                absent.append(n)
+        good: list[int] = []
+        new: dict[StoreKey, NewBlock] = {}
+        payloads = [items[n].payload.cast("B") for n in absent]
+        checksums = hash_buffers(payloads, threads=0)
+        for n, payload, checksum in zip(absent, payloads, checksums, strict=True):
+            item = items[n]
+            if item.checksum in (None, checksum):
+                good.append(n)
+                header = BlockHeader(item.key, item.parent, len(payload), checksum)
+                new.setdefault(item.key, NewBlock(header, payload))
+        self._count(Event.BAD_BLOCK, len(items) - len(valid) + len(absent) - len(good))
+        written = dict(zip(new, self._write_new(list(new.values()), deadline), strict=True))
+        for n in good:
+            results[n] = written[items[n].key]
+            if results[n] is PutResult.STORED:
+                written[items[n].key] = PutResult.PRESENT  # for the same key once more
+        return results
+
+    @abstractmethod
+    def _known(self, keys: Sequence[StoreKey], deadline: float) -> Sequence[bool | None]:
+        """Whether each block, about to be put, is present; None if the service did not answer."""
+
+    @abstractmethod
+    def _write_new(self, blocks: Sequence[NewBlock], deadline: float) -> list[PutResult]:
+        """Writes blocks of different keys and counts failures; ends every put."""
+
+    def _deadline(self, factor: float = 1.0) -> float:
+        return time.monotonic() + factor * self._timeout_s
 
     def known_usage(self) -> StoreUsage:
         return self._usage
@@ -98,5 +161,8 @@ class NetworkStore:
         """No-op: what is acknowledged is as durable as the store is set up to be."""
         return True
 
-    def retry(self) -> None:
+    def take_lost(self) -> list[StoreKey]:
+        return []  # nothing is acknowledged early
+
+    def retry(self) -> None:  # noqa: B027
         """No-op: breakers decide when a server is asked again."""

@@ -32,9 +32,6 @@ class BackingStore(LowerStore, Protocol):
     """An open store behind the daemon's own tiers. The threads of its executors call it. The
     properties and `known_usage` only return what is known: monitors call them on any thread."""
 
-    on_unanswered: Callable[[], None]
-    """Called from any thread when the store could not ask one of its servers, or got no answer."""
-
     @property
     def is_absent(self) -> bool:
         """Whether the store knows that it cannot be reached now."""
@@ -61,8 +58,11 @@ class StoreModule(Protocol):
     def check(self, options: BackingOptions) -> None:
         """Raises ConfigError for options that cannot work. Asks neither network nor disk."""
 
-    def open_store(self, options: BackingOptions) -> BackingStore:
-        """Raises ConfigError or OSError if the store cannot be used."""
+    def open_store(
+        self, options: BackingOptions, on_unanswered: Callable[[], None]
+    ) -> BackingStore:
+        """Raises ConfigError or OSError if the store cannot be used. `on_unanswered` is called from
+        any thread when the store could not ask one of its servers, or got no answer."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,11 @@ def check(options: BackingOptions) -> None:
     _module_of(options.url).check(options)
 
 
-def open_store(options: BackingOptions) -> BackingStore:
-    return _module_of(options.url).open_store(options)
+def open_store(
+    options: BackingOptions, on_unanswered: Callable[[], None] = lambda: None
+) -> BackingStore:
+    """See `StoreModule.open_store`."""
+    return _module_of(options.url).open_store(options, on_unanswered)
 
 
 def described(schemes: Iterable[str]) -> str:

@@ -81,7 +81,7 @@ class RemoteAnswer:
     is_known: bool = True
     """False if no daemon answered, so that they may hold more."""
     is_late: bool = False
-    """A question had no answer by the deadline, so that daemons may hold more."""
+    """A query had no answer by the deadline, so that daemons may hold more."""
 
     @property
     def leases(self) -> list[LookupLease]:
@@ -163,11 +163,11 @@ def _batch_queries(
     """Collects the runs of each daemon into queries of limited length.
 
     Returns the queries, each a daemon and its positions, and for all parts in order the index of
-    their question, of their first position within it, and their positions.
+    their query, of their first position within it, and their positions.
     """
     queries: list[tuple[BlockServer, list[range]]] = []
     parts: list[tuple[int, int, range]] = []
-    latest: dict[str, tuple[int, int]] = {}  # by address: a question and its length so far
+    latest: dict[str, tuple[int, int]] = {}  # by address: a query and its length so far
     for start, stop, server in runs:
         address = str(server.address)
         for begin in range(start, stop, _MAX_KEYS_PER_QUERY):

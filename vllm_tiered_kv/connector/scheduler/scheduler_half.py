@@ -354,7 +354,7 @@ class SchedulerHalf:
     def _awaits_reports(self) -> bool:
         """Whether transfers are in flight, loads included: nothing may write to a paused engine.
         Gives up after a timeout, so that lost reports do not keep it stepping forever."""
-        if not (self.ledger.has_open or (self.verification and self.verification.has_open)):
+        if not self.ledger.has_open:
             return False
         now = time.monotonic()
         # At most a second per call counts: the process may have been stopped or run requests.
@@ -363,8 +363,6 @@ class SchedulerHalf:
         if self._unreported_s < _REPORT_TIMEOUT_S + self._config.remote_load_timeout:
             return True
         count = self.ledger.give_up_reports()
-        if self.verification is not None:
-            count += self.verification.give_up_reports()
         logger.warning(
             "workers sent no report for %.0f s about %d transfers of KV blocks; their blocks are "
             "dropped and their slots stay in use until a report arrives: check the workers' logs",
@@ -623,7 +621,7 @@ class SchedulerHalf:
         self._next.verifications += verification.plan(state, tables, ready)
 
     def _waits_for_threads(self) -> bool:
-        if self.verification is not None and self.verification.has_open:
+        if self.ledger.has_open_comparisons:
             return True
         if self.prefetch is not None and (self.prefetch.is_busy or self.ledger.open_fetches):
             return True

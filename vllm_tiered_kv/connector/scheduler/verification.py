@@ -11,19 +11,19 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm_tiered_kv.cache.ledger import Comparison
 from vllm_tiered_kv.cache.planner import Group
-from vllm_tiered_kv.cache.verification_ledger import Findings, VerificationLedger
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
 from vllm_tiered_kv.connector.scheduler.request_state import Candidate, RequestState
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Lookup, Tier
 from vllm_tiered_kv.core.transfer import GroupTransfer, int64_array
 from vllm_tiered_kv.core.verdict import BlockVerdict, Verdict, VerifyJob
+from vllm_tiered_kv.metrics import names
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -39,16 +39,6 @@ def is_chosen(request_id: str, fraction: float) -> bool:
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
-@dataclass
-class _Batch:
-    """Blocks of one group that one tier or daemon holds."""
-
-    keys: list[BlockKey] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
-    spare: list[int] = field(default_factory=list)
-    pinned: list[int] = field(default_factory=list)
-
-
 class Verification:
     """Plans verification jobs and evicts blocks that differ. The scheduler half and the load
     planner call it, in the scheduler's thread."""
@@ -57,21 +47,14 @@ class Verification:
         self,
         fraction: float,
         tier: CpuTier,
-        num_ranks: int,
         delete_at_daemons: Callable[[Sequence[BlockKey]], None] | None,
     ) -> None:
         self._fraction = fraction
         self._groups = tier.groups
         self._index = tier.index
-        self._ledger = VerificationLedger(tier.index, tier.ledger, tier.recorder, num_ranks)
+        self._ledger = tier.ledger
+        self._recorder = tier.recorder
         self._delete_at_daemons = delete_at_daemons
-
-    @property
-    def has_open(self) -> bool:
-        return self._ledger.has_open
-
-    def give_up_reports(self) -> int:
-        return self._ledger.give_up_reports()
 
     def selects(self, state: RequestState) -> bool:
         """Whether to verify this request, at most once: a preempted request is late enough."""
@@ -100,7 +83,7 @@ class Verification:
         for group, waiting in zip(self._groups, state.verification.waiting, strict=True):
             table = tables[group.group_id]
             stop = min(ready_tokens // group.block_size, len(table))
-            batches: dict[str | None, _Batch] = {}
+            batches: dict[str | None, Comparison] = {}  # by daemon
             while waiting and waiting[0].position < stop:
                 candidate = waiting[0]
                 key = state.keys.of_group[group.group_id][candidate.position]
@@ -109,7 +92,7 @@ class Verification:
                 is_computed = not block.is_null and _holds(group, block, candidate.position)
                 pinned = self._ledger.pin(key) if is_local and is_computed else None
                 if not is_computed or (is_local and pinned is None):
-                    self._ledger.skip(1, candidate.tier)
+                    self._ledger.count_unverified(1, candidate.tier)
                     waiting.popleft()
                     continue
                 spare = self._ledger.spare_slot(group.size_class)
@@ -118,7 +101,9 @@ class Verification:
                         self._ledger.unpin(pinned)
                     break  # retry later: blocks of a running request do not change
                 waiting.popleft()
-                batch = batches.setdefault(candidate.address, _Batch())
+                batch = batches.setdefault(
+                    candidate.address, Comparison(candidate.tier, group.size_class)
+                )
                 batch.keys.append(key)
                 batch.block_ids.append(block.block_id)
                 batch.spare.append(spare)
@@ -134,39 +119,55 @@ class Verification:
         waiting, state.verification.waiting = state.verification.waiting, []
         for group in waiting:
             for candidate in group:
-                self._ledger.skip(1, candidate.tier)
+                self._ledger.count_unverified(1, candidate.tier)
 
     def void(self, states: Iterable[RequestState]) -> None:
         """Discards all open comparisons, because GPU blocks may not hold what they should."""
-        self._ledger.void()
+        self._ledger.void_comparisons()
         for state in states:
             self.end(state)
 
     def report(self, job_id: int, reports: Iterable[Sequence[BlockVerdict]]) -> None:
-        findings = self._ledger.report(job_id, reports)
-        if findings is not None and findings.different:
-            self._evict(findings)
+        """Adds verdicts of ranks. After the last one, evicts blocks that differ on any of them."""
+        comparison = self._ledger.report_comparison(job_id, reports)
+        if comparison is None:
+            return
+        worst = [
+            max(verdicts, key=lambda verdict: verdict.verdict)
+            for verdicts in zip(*comparison.reports, strict=True)
+        ]
+        self._count(comparison.tier, worst)
+        if any(verdict.verdict is Verdict.DIFFERENT for verdict in worst):
+            self._evict(comparison, worst)
 
-    def _evict(self, findings: Findings) -> None:
-        different = findings.different
-        keys = [key for key, _ in different]
-        if findings.tier is Tier.CPU:
-            for (key, verdict), slot in zip(findings.blocks, findings.slots, strict=True):
-                if verdict.verdict is Verdict.DIFFERENT:
-                    self._index.remove(key, slot)  # unless a good one was stored meanwhile
-        else:
-            for key in keys:
+    def _count(self, tier: Tier, verdicts: Sequence[BlockVerdict]) -> None:
+        counts = Counter(verdict.verdict for verdict in verdicts)
+        skipped = counts[Verdict.NOT_COMPARED]
+        self._ledger.count_unverified(skipped, tier)
+        self._recorder.add(names.VERIFIED_BLOCKS, len(verdicts) - skipped, tier.value)
+        self._recorder.add(names.INEXACT_BLOCKS, counts[Verdict.CLOSE], tier.value)
+        self._recorder.add(names.DIFFERING_BLOCKS, counts[Verdict.DIFFERENT], tier.value)
+
+    def _evict(self, comparison: Comparison, verdicts: Sequence[BlockVerdict]) -> None:
+        different: list[tuple[BlockKey, BlockVerdict]] = []
+        for n, (key, verdict) in enumerate(zip(comparison.keys, verdicts, strict=True)):
+            if verdict.verdict is not Verdict.DIFFERENT:
+                continue
+            different.append((key, verdict))
+            if comparison.tier is Tier.CPU:
+                self._index.remove(key, comparison.pinned[n])  # unless a good one was stored since
+            else:
                 self._index.remove(key)  # another request may have loaded it into the CPU tier
         if self._delete_at_daemons is not None:
             # Blocks of the CPU tier too: the same bytes may have been sent to a daemon.
-            self._delete_at_daemons(keys)
+            self._delete_at_daemons([key for key, _ in different])
         for start in range(0, len(different), _MAX_NAMED):
             some = different[start : start + _MAX_NAMED]
             logger.warning(
                 "verification: %d block(s) of the %s tier differ from what the model computes; "
                 "evicted: %s",
                 len(some),
-                findings.tier.value,
+                comparison.tier.value,
                 ", ".join(f"{key.hex()} ({_describe(verdict)})" for key, verdict in some),
             )
 
@@ -182,14 +183,10 @@ class Verification:
             if part is not None:
                 yield Candidate(position, part.address)
 
-    def _job(self, group: Group, address: str | None, batch: _Batch) -> VerifyJob:
-        tier = Tier.CPU if address is None else Tier.REMOTE
+    def _job(self, group: Group, address: str | None, batch: Comparison) -> VerifyJob:
         block_ids = int64_array(batch.block_ids)
-        job_id = self._ledger.open(
-            tier, group.size_class, batch.keys, batch.spare, batch.pinned, block_ids
-        )
         return VerifyJob(
-            job_id,
+            self._ledger.open_comparison(batch),
             GroupTransfer(group.group_id, block_ids, int64_array(batch.spare)),
             tuple(batch.keys),
             group.block_bytes,

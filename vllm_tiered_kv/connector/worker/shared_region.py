@@ -174,7 +174,9 @@ class SharedRegions:
         self._is_stepping = False
         self._stepped_at = -math.inf
         self._daemons = {
-            address: LocalDaemon(store, partial(self._pin_memory, address), self._may_be_planned)
+            address: LocalDaemon(
+                store, partial(self._pin_memory, address), self._unpin_memory, self._may_be_planned
+            )
             for address, store in stores.items()
             if is_local(store)
         }
@@ -256,19 +258,19 @@ class SharedRegions:
                 "cannot pin the memory of daemon %s (%s); its blocks use the socket", address, error
             )
             return False
-
-        def unpin() -> None:
-            region.unpin()
-            self._regions.pop(memory, None)
-
         self._regions[memory] = region
-        memory.on_unmap = unpin
         logger.info(
             "attached to %s of shared memory of daemon %s",
             format_size(memory.arena.capacity_bytes),
             address,
         )
         return True
+
+    def _unpin_memory(self, memory: SharedMemory) -> None:
+        region = self._regions.get(memory)  # not if pinning failed
+        if region is not None:
+            region.unpin()
+            self._regions.pop(memory, None)
 
     def _may_be_planned(self, memory: SharedMemory) -> bool:
         """Whether a step that was planned before the daemon died may still read its memory."""

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from vllm_tiered_kv.core.store import (
     BlockFacts,
     Durability,
-    OnLost,
     PutItem,
     PutResult,
     StoreKey,
@@ -35,7 +34,6 @@ class BackingTier:
     def __init__(self, options: BackingOptions, recorder: Recorder | None = None) -> None:
         """`recorder` counts calls that the store could not make."""
         self.name = redacted(options.url)
-        self.on_lost: OnLost = lambda keys: None
         self._memory: HostRegion | None = None
         self._options = options
         self._recorder = recorder
@@ -60,9 +58,7 @@ class BackingTier:
         """Opens the store once; raises what opening raises. Idempotent."""
         with self._opening:
             if self._opened is None and not self._closed.is_set():
-                store = open_store(self._options)
-                store.on_lost = lambda keys: self.on_lost(keys)
-                store.on_unanswered = self._count_unanswered
+                store = open_store(self._options, self._count_unanswered)
                 if self._memory is not None:
                     store.use_memory(self._memory)
                 self._opened = store
@@ -118,6 +114,9 @@ class BackingTier:
 
     def flush(self) -> bool:
         return self._opened is None or self._opened.flush()  # not open: nothing was written to it
+
+    def take_lost(self) -> list[StoreKey]:
+        return [] if self._opened is None else self._opened.take_lost()
 
     @property
     def damaged_blocks(self) -> int:

@@ -89,8 +89,6 @@ class Demotion:
         """Blocks that a tier failed to write or lost and memory evicted, since the last flush."""
         self._unwritten_lock = threading.Lock()
         self._flushing = threading.Lock()
-        for tier, store in tiers:
-            store.on_lost = partial(self._record_lost, tier)
 
     def write_behind(
         self,
@@ -160,11 +158,11 @@ class Demotion:
         with self._unwritten_lock:
             self._unwritten[tier][key] = result
 
-    def _record_lost(self, tier: str, keys: Sequence[StoreKey]) -> None:
-        """Remembers blocks that a tier has lost. It does not check whether memory still has them,
-        because the caller may hold locks: the next flush reports those that are gone."""
-        with self._unwritten_lock:
-            self._unwritten[tier].update(dict.fromkeys(keys, PutResult.FAILED))
+    def _record_lost(self, tier: str, store: LowerStore) -> None:
+        """Remembers blocks that a tier has lost. It does not check whether memory still has them:
+        the next flush reports those that are gone."""
+        with self._unwritten_lock:  # or a flush could miss blocks that another thread has taken
+            self._unwritten[tier].update(dict.fromkeys(store.take_lost(), PutResult.FAILED))
 
     # ---- eviction from memory; memory calls these under its lock --------------------------------
 
@@ -180,6 +178,7 @@ class Demotion:
     def left_memory(self, key: StoreKey) -> None:
         self._recorder.add(names.EVICTED, 1, Tier.MEMORY.value)
         for tier, store in self._tiers:
+            self._record_lost(tier, store)
             if not self._unwritten[tier]:
                 continue
             with self._unwritten_lock:
@@ -192,10 +191,11 @@ class Demotion:
 
     def give_up(self, keys: Sequence[StoreKey]) -> None:
         """Blocks that are no longer in memory on purpose: no flush misses them in a slower tier."""
-        for tier in self._unwritten:
-            self._forget_unwritten(tier, keys)
+        for tier, store in self._tiers:
+            self._forget_unwritten(tier, store, keys)
 
-    def _forget_unwritten(self, tier: str, keys: Sequence[StoreKey]) -> None:
+    def _forget_unwritten(self, tier: str, store: LowerStore, keys: Sequence[StoreKey]) -> None:
+        self._record_lost(tier, store)
         if self._unwritten[tier]:
             with self._unwritten_lock:
                 for key in keys:
@@ -209,9 +209,9 @@ class Demotion:
         for name, store in self._tiers:
             if name == tier:
                 self._behind[tier].discard(keys)
-                self._forget_unwritten(tier, keys)
+                self._forget_unwritten(tier, store, keys)
                 store.delete(keys)
-                self._forget_unwritten(tier, keys)  # the store may have lost some meanwhile
+                self._forget_unwritten(tier, store, keys)  # the store may have lost some meanwhile
 
     def flush(
         self, progress: Progress = lambda tier, left: None, is_last: bool = False
@@ -238,6 +238,7 @@ class Demotion:
 
     def _flush(self, tier: str, store: LowerStore, progress: Progress) -> Unwritten | None:
         behind = self._behind[tier]
+        self._record_lost(tier, store)
         with self._unwritten_lock:
             refused, self._unwritten[tier] = self._unwritten[tier], {}
             gone, self._gone[tier] = self._gone[tier], 0
@@ -255,6 +256,7 @@ class Demotion:
             gone += outcome is HandoffResult.ABSENT and result is PutResult.FAILED
         has_ended = behind.drain(lambda left: progress(tier, left))
         is_durable = has_ended and self._sync(tier, store)
+        self._record_lost(tier, store)
         with self._unwritten_lock:
             left = list(self._unwritten[tier].values())
         if not left and not gone and is_durable:

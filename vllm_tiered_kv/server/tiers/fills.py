@@ -18,23 +18,23 @@ logger = logging.getLogger(__name__)
 Filled = Callable[[list[int]], None]
 """Called with the checksums of the blocks that got a slot."""
 
+Watch = Callable[[int, Callable[[], None]], None]
+"""Has an event loop call back when a descriptor is readable."""
+
 
 class Fills:
-    """Runs copies on native threads and calls back when they end. `TieredStore` uses it. Once the
-    event loop watches the descriptor, it collects the results; before that, `start` waits."""
+    """Runs copies on native threads and calls back when they end. `TieredStore` uses it. An event
+    loop collects the results; without one, `start` waits for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch | None = None) -> None:
         self._pool = FillPool()
         self._tickets = itertools.count(1)
         self._in_flight: dict[int, Filled] = {}
         self._starting = threading.Lock()
         self._collecting = threading.Lock()  # held until all callbacks have returned
-        self._is_watched = False
-
-    def watch(self, watch: Callable[[int, Callable[[], None]], None]) -> None:
-        """Registers with an event loop; `watch` calls back when a descriptor is readable."""
-        watch(self._pool.descriptor, self.collect)
-        self._is_watched = True
+        self._is_watched = watch is not None
+        if watch is not None:
+            watch(self._pool.descriptor, self.collect)
 
     def start(
         self, into: Sequence[memoryview], sources: Sequence[memoryview], filled: Filled

@@ -17,6 +17,7 @@ from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.options import format_size, redacted
 from vllm_tiered_kv.server.options import ServerOptions, quota_of
 from vllm_tiered_kv.server.tiers.backing import BackingTier
+from vllm_tiered_kv.server.tiers.fills import Watch
 from vllm_tiered_kv.server.tiers.store_executor import StoreExecutor, StoreHungError
 from vllm_tiered_kv.server.tiers.tiered_store import TieredStore, TierSettings
 from vllm_tiered_kv.stores.ssd.store import SsdStore
@@ -27,9 +28,12 @@ _PROGRESS_INTERVAL_S = 10.0
 
 
 def open_tiers(
-    options: ServerOptions, recorder: Recorder, on_deleted: Callable[[Sequence[StoreKey]], None]
+    options: ServerOptions,
+    recorder: Recorder,
+    on_deleted: Callable[[Sequence[StoreKey]], None],
+    watch: Watch,
 ) -> TieredStore:
-    """`on_deleted` as for `TieredStore`."""
+    """`on_deleted` and `watch` as for `TieredStore`."""
     _require_memory(options)
     where = options.backing_options
     backing = None if where is None else BackingTier(where, recorder)
@@ -50,6 +54,7 @@ def open_tiers(
                 quota_of=partial(quota_of, options.memory_quota),
             ),
             on_deleted,
+            watch,
         )
     except BaseException:
         if ssd is not None:

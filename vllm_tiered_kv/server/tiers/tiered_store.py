@@ -32,7 +32,7 @@ from vllm_tiered_kv.errors import NotDeletedError
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.tiers.demotion import Demotion, Unwritten
-from vllm_tiered_kv.server.tiers.fills import Fills
+from vllm_tiered_kv.server.tiers.fills import Fills, Watch
 from vllm_tiered_kv.server.tiers.lookups import Lookups
 from vllm_tiered_kv.server.tiers.promotion import Promotion, Ready
 from vllm_tiered_kv.server.tiers.store_executor import StoreExecutor
@@ -78,9 +78,10 @@ class TieredStore:
         recorder: Recorder,
         settings: TierSettings = _DEFAULTS,
         on_deleted: Callable[[Sequence[StoreKey]], None] = lambda keys: None,
+        watch: Watch | None = None,
     ) -> None:
-        """`on_deleted` is called from any thread with keys of which memory has just deleted
-        some."""
+        """`on_deleted` is called from any thread with keys of which memory has just deleted some.
+        The event loop of `watch` collects finished copies; without one, `put` waits for them."""
         self._recorder = recorder
         self.memory = MemoryStore(
             memory_bytes,
@@ -126,7 +127,7 @@ class TieredStore:
             self.memory, ssd, backing, recorder, self._pool, self.backing_executor
         )
         self._lock = threading.Lock()
-        self._fills = Fills()
+        self._fills = Fills(watch)
         self._finishing: set[Future[None]] = set()  # large puts that are finished in the pool
         self._on_deleted = on_deleted
         self._flush_waiters: list[Callable[[list[str]], None]] = []
@@ -199,11 +200,6 @@ class TieredStore:
             logger.exception("cannot copy received blocks into memory")
             copied()
             done([s if isinstance(s, PutResult) else PutResult.FAILED for s in slots])
-
-    def collect_with(self, watch: Callable[[int, Callable[[], None]], None]) -> None:
-        """Lets an event loop collect finished copies by watching a descriptor. Without a loop,
-        `put` waits for its copies."""
-        self._fills.watch(watch)
 
     def _filled(
         self,

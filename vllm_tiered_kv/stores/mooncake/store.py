@@ -23,8 +23,6 @@ import numpy as np
 
 from vllm_tiered_kv.core.store import (
     BlockFacts,
-    Durability,
-    PutItem,
     PutResult,
     StoreKey,
     StoreUsage,
@@ -37,7 +35,6 @@ from vllm_tiered_kv.stores.block_format import (
     BlockHeader,
     decode_header,
     encode_header,
-    is_key,
 )
 from vllm_tiered_kv.stores.mooncake.client import Code, MooncakeClient
 from vllm_tiered_kv.stores.mooncake.settings import MooncakeSettings, parse_settings
@@ -46,6 +43,7 @@ from vllm_tiered_kv.stores.network_store import (
     WRITE_TIMEOUT_FACTOR,
     Event,
     NetworkStore,
+    NewBlock,
     count_leading,
 )
 from vllm_tiered_kv.stores.registry import BackingOptions
@@ -59,8 +57,8 @@ def check(options: BackingOptions) -> None:
     parse_settings(options)
 
 
-def open_store(options: BackingOptions) -> MooncakeStore:
-    store = MooncakeStore(parse_settings(options))
+def open_store(options: BackingOptions, on_unanswered: Callable[[], None]) -> MooncakeStore:
+    store = MooncakeStore(parse_settings(options), on_unanswered)
     store.client.connect()  # a master that does not answer is no error: it is used once it does
     return store
 
@@ -69,11 +67,12 @@ class MooncakeStore(NetworkStore):
     """A BlockStore in a Mooncake Store. Thread-safe. The daemon owns one as its backing tier and
     calls it on executors, because a call may take as long as Mooncake's client takes."""
 
-    def __init__(self, settings: MooncakeSettings) -> None:
+    def __init__(self, settings: MooncakeSettings, on_unanswered: Callable[[], None]) -> None:
         """Connects with the first call."""
-        super().__init__()
+        super().__init__(settings.timeout_s)
         self.settings = settings
-        self.client = MooncakeClient(settings, lambda: self.on_unanswered())
+        self.client = MooncakeClient(settings, on_unanswered)
+        self._on_unanswered = on_unanswered
         self._pages = _HeaderPages(self.client.use_memory)
         self._prefix = f"{settings.prefix}:{VERSION}:"
 
@@ -184,7 +183,7 @@ class MooncakeStore(NetworkStore):
             if is_last or time.monotonic() >= end:
                 break
         self._count(Event.READ_ERROR, len(left))
-        self.on_unanswered()
+        self._on_unanswered()
         self._log(f"{len(left)} blocks were not sent by their store nodes")
         return found
 
@@ -237,51 +236,23 @@ class MooncakeStore(NetworkStore):
             n for n, size in zip(failed, sizes, strict=True) if size == HEADER_BYTES + len(into[n])
         ]
 
-    def put(
-        self, items: Sequence[PutItem], durability: Durability = Durability.MEMORY
-    ) -> list[PutResult]:
-        """Every durability is the same: that of this Mooncake Store."""
-        if self._closed:
-            return [PutResult.DROPPED] * len(items)
-        results = [PutResult.FAILED] * len(items)
-        first: dict[StoreKey, int] = {}
-        headers: dict[int, BlockHeader] = {}  # of the blocks to write
-        payloads = [item.payload.cast("B") for item in items]
-        checksums = hash_buffers(payloads, threads=0)
-        for n, item in enumerate(items):
-            is_bad = item.checksum not in (None, checksums[n])
-            if is_bad or not is_key(item.key) or not is_key(item.parent or b"no parent"):
-                self._count(Event.BAD_BLOCK)
-            elif first.setdefault(item.key, n) == n:
-                headers[n] = BlockHeader(item.key, item.parent, len(payloads[n]), checksums[n])
-        known = self._present([items[n].key for n in headers])
-        for n, is_here in zip(list(headers), known, strict=True):
-            if is_here or is_here is None:
-                del headers[n]
-                results[n] = PutResult.PRESENT if is_here else PutResult.FAILED
-                self._count(Event.WRITE_ERROR, int(is_here is None))
-        wanted = list(headers)
-        for start in range(0, len(wanted), _BATCH):
-            some = wanted[start : start + _BATCH]
-            written = self._write([headers[n] for n in some], [payloads[n] for n in some])
-            for n, result in zip(some, written, strict=True):
-                results[n] = result
-        for n, item in enumerate(items):
-            source = first.get(item.key, n)
-            if n > source:
-                is_kept = results[source] in (PutResult.STORED, PutResult.PRESENT)
-                results[n] = PutResult.PRESENT if is_kept else results[source]
+    def _known(self, keys: Sequence[StoreKey], deadline: float) -> list[bool | None]:
+        return self._present(keys)
+
+    def _write_new(self, blocks: Sequence[NewBlock], deadline: float) -> list[PutResult]:
+        results: list[PutResult] = []
+        for start in range(0, len(blocks), _BATCH):
+            results += self._write(blocks[start : start + _BATCH])
         self._refresh_usage()
         return results
 
-    def _write(
-        self, headers: Sequence[BlockHeader], payloads: Sequence[memoryview]
-    ) -> list[PutResult]:
+    def _write(self, blocks: Sequence[NewBlock]) -> list[PutResult]:
+        """Writes at most `_BATCH` blocks."""
         with self._pages.take() as page:
-            names = [self._name(header.key) for header in headers]
-            parts = [page.parts(n, payload) for n, payload in enumerate(payloads)]
-            for n, header in enumerate(headers):
-                page.write(n, encode_header(header))
+            names = [self._name(block.header.key) for block in blocks]
+            parts = [page.parts(n, block.payload) for n, block in enumerate(blocks)]
+            for n, block in enumerate(blocks):
+                page.write(n, encode_header(block.header))
             where = [[address for address, _ in part] for part in parts]
             sizes = [[nbytes for _, nbytes in part] for part in parts]
             codes = self._call(
@@ -290,7 +261,7 @@ class MooncakeStore(NetworkStore):
                 ),
                 WRITE_TIMEOUT_FACTOR,
             )
-        return [self._written(code) for code in codes or [int(Code.NO_MASTER)] * len(headers)]
+        return [self._written(code) for code in codes or [int(Code.NO_MASTER)] * len(blocks)]
 
     def _written(self, code: int) -> PutResult:
         if code == 0:

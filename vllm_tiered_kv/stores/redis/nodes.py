@@ -37,7 +37,7 @@ SLOTS = 16384
 # In flight on a connection; more makes the server's buffers slow.
 _WINDOWS = 2
 _WINDOW_BYTES = (4 << 20) + (64 << 10)  # of blocks with their headers
-_REFRESH_S = 0.5  # between questions for the slots of a cluster
+_REFRESH_S = 0.5  # between requests for the slots of a cluster
 _MIN_FAIR_S = 0.05  # a server that had less time than this is not to blame for a timeout
 _REFUSALS = {"NOAUTH", "WRONGPASS", "NOPERM"}
 _MOVES = {"MOVED", "READONLY"}

@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import binascii
 import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from vllm_tiered_kv.core.store import (
     BlockFacts,
-    Durability,
-    PutItem,
     PutResult,
     StoreKey,
     StoreUsage,
@@ -33,12 +30,11 @@ from vllm_tiered_kv.stores.block_format import (
     BlockHeader,
     decode_header,
     encode_header,
-    is_key,
 )
 from vllm_tiered_kv.stores.network_store import (
-    WRITE_TIMEOUT_FACTOR,
     Event,
     NetworkStore,
+    NewBlock,
     count_leading,
 )
 from vllm_tiered_kv.stores.redis.nodes import SLOTS, Nodes, Request
@@ -59,8 +55,8 @@ def check(options: BackingOptions) -> None:
     parse_settings(options)
 
 
-def open_store(options: BackingOptions) -> RedisStore:
-    store = RedisStore(parse_settings(options))
+def open_store(options: BackingOptions, on_unanswered: Callable[[], None]) -> RedisStore:
+    store = RedisStore(parse_settings(options), on_unanswered)
     try:
         store.require_access()
     except ConfigError as error:
@@ -74,11 +70,11 @@ class RedisStore(NetworkStore):
     """A BlockStore in Redis. Thread-safe. The daemon owns one as its backing tier and calls it on
     executors; no call takes longer than its deadline, except to resolve the name of a host."""
 
-    def __init__(self, settings: RedisSettings) -> None:
+    def __init__(self, settings: RedisSettings, on_unanswered: Callable[[], None]) -> None:
         """Connects with the first call."""
-        super().__init__()
+        super().__init__(settings.timeout_s)
         self.settings = settings
-        self.nodes = Nodes(settings, lambda: self.on_unanswered())
+        self.nodes = Nodes(settings, on_unanswered)
         self._prefix = f"{settings.prefix}:{VERSION}:".encode()
 
     def require_access(self) -> None:
@@ -200,50 +196,43 @@ class RedisStore(NetworkStore):
         self._refresh_usage(deadline)
         return [read.is_whole for read in reads]
 
-    def put(
-        self, items: Sequence[PutItem], durability: Durability = Durability.MEMORY
-    ) -> list[PutResult]:
-        """Every durability is the same: that of this Redis."""
-        if self._closed:
-            return [PutResult.DROPPED] * len(items)
-        deadline = self._deadline(WRITE_TIMEOUT_FACTOR)
-        results = [PutResult.FAILED] * len(items)
-        known = self._look_up([item.key for item in items], deadline)
-        headers: dict[int, BlockHeader] = {}  # of the blocks to write
-        parts: dict[int, list[Request]] = {}
+    def _known(self, keys: Sequence[StoreKey], deadline: float) -> list[bool | None]:
+        """Also sets the time to live of present blocks anew."""
+        known: list[bool | None] = []
         renewals: list[Request] = []
-        for n, (item, (facts, is_answered)) in enumerate(zip(items, known, strict=True)):
-            payload = item.payload.cast("B")
-            if facts is not None:
-                results[n] = PutResult.PRESENT
-                renewals += self._renewals(item.key, facts.nbytes)
-                continue
-            if not is_answered:
-                self._count(Event.WRITE_ERROR)
-                continue
-            checksum = xxh3_64(payload)
-            is_bad = item.checksum is not None and item.checksum != checksum
-            if is_bad or not is_key(item.key) or not is_key(item.parent or b"no parent"):
-                self._count(Event.BAD_BLOCK)
-                continue
-            headers[n] = BlockHeader(item.key, item.parent, len(payload), checksum)
-            parts[n] = [
-                self._write(item.key, part, name, payload[part * PART_BYTES :][:PART_BYTES])
-                for part, name in enumerate(self._part_names(item.key, len(payload)), 1)
+        for key, (facts, is_answered) in zip(keys, self._look_up(keys, deadline), strict=True):
+            known.append(facts is not None if is_answered else None)
+            if facts is not None and self.settings.ttl_s:
+                names = [self._name(key), *self._part_names(key, facts.nbytes)]
+                renewals += [
+                    self._request(key, encode(b"EXPIRE", name, self._ttl(part)))
+                    for part, name in enumerate(names)
+                ]
+        self._exchange(renewals, deadline)
+        return known
+
+    def _write_new(self, blocks: Sequence[NewBlock], deadline: float) -> list[PutResult]:
+        parts = [
+            [
+                self._write(key, part, name, block.payload[part * PART_BYTES :][:PART_BYTES])
+                for part, name in enumerate(self._part_names(key, len(block.payload)), 1)
             ]
+            for block in blocks
+            for key in (block.header.key,)
+        ]
         # The first key makes a block visible, so it is written when all others are there.
-        self._exchange([part for written in parts.values() for part in written], deadline)
+        self._exchange([part for written in parts for part in written], deadline)
+        results = [PutResult.FAILED] * len(blocks)
         heads: dict[int, Request] = {}
-        for n, header in headers.items():
-            item = items[n]
+        for n, block in enumerate(blocks):
             if failed := [part for part in parts[n] if part.reply != b"OK"]:
                 results[n] = self._refused(failed[0])
                 continue
-            first = item.payload.cast("B")[:PART_BYTES]
+            key, first = block.header.key, block.payload[:PART_BYTES]
             heads[n] = self._write(
-                item.key, 0, self._name(item.key), first, encode_header(header), b"NX"
+                key, 0, self._name(key), first, encode_header(block.header), b"NX"
             )
-        self._exchange([*heads.values(), *renewals], deadline)
+        self._exchange(list(heads.values()), deadline)
         for n, head in heads.items():
             if not head.is_answered or head.error is not None:
                 results[n] = self._refused(head)
@@ -267,16 +256,6 @@ class RedisStore(NetworkStore):
         request.pieces = encode_set(name, [before, content], *options)
         request.nbytes += len(content)
         return request
-
-    def _renewals(self, key: StoreKey, payload_bytes: int) -> list[Request]:
-        """Sets the time to live of a present block anew."""
-        if not self.settings.ttl_s:
-            return []
-        names = [self._name(key), *self._part_names(key, payload_bytes)]
-        return [
-            self._request(key, encode(b"EXPIRE", name, self._ttl(part)))
-            for part, name in enumerate(names)
-        ]
 
     def _refused(self, write: Request) -> PutResult:
         if write.error is not None and write.error.code == "OOM":
@@ -353,9 +332,6 @@ class RedisStore(NetworkStore):
         self.nodes.close()
 
     # ---- requests -------------------------------------------------------------------------------
-
-    def _deadline(self, factor: float = 1.0) -> float:
-        return time.monotonic() + factor * self.settings.timeout_s
 
     def _name(self, key: StoreKey) -> bytes:
         """The braces are Redis's hash tag: all keys of a block are in one slot."""

@@ -11,33 +11,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import obstore
 
 from vllm_tiered_kv.core.store import (
     BlockFacts,
-    Durability,
-    PutItem,
     PutResult,
     StoreKey,
     StoreUsage,
 )
 from vllm_tiered_kv.errors import ConfigError, NotDeletedError
-from vllm_tiered_kv.native.cpu import HostRegion, copy_and_hash, hash_buffers
+from vllm_tiered_kv.native.cpu import HostRegion, copy_and_hash
 from vllm_tiered_kv.stores.block_format import (
     HEADER_BYTES,
     VERSION,
     BlockHeader,
     decode_header,
     encode_header,
-    is_key,
 )
 from vllm_tiered_kv.stores.network_store import (
     WRITE_TIMEOUT_FACTOR,
     Event,
     NetworkStore,
+    NewBlock,
     count_leading,
 )
 from vllm_tiered_kv.stores.registry import BackingOptions
@@ -57,8 +54,8 @@ def check(options: BackingOptions) -> None:
     parse_settings(options)
 
 
-def open_store(options: BackingOptions) -> S3Store:
-    store = S3Store(parse_settings(options))
+def open_store(options: BackingOptions, on_unanswered: Callable[[], None]) -> S3Store:
+    store = S3Store(parse_settings(options), on_unanswered)
     store.require_access()
     return store
 
@@ -67,11 +64,11 @@ class S3Store(NetworkStore):
     """A BlockStore in a bucket. Thread-safe. The daemon owns one as its backing tier and calls it
     on executors; no call takes longer than its deadline."""
 
-    def __init__(self, settings: S3Settings) -> None:
+    def __init__(self, settings: S3Settings, on_unanswered: Callable[[], None]) -> None:
         """Connects with the first call. Raises ConfigError if the library refuses the settings."""
-        super().__init__()
+        super().__init__(settings.timeout_s)
         self.settings = settings
-        self.client = S3Client(settings, lambda: self.on_unanswered())
+        self.client = S3Client(settings, on_unanswered)
         self._bucket = self.client.bucket
         self._prefix = f"{settings.prefix}/{VERSION}/"
 
@@ -174,56 +171,30 @@ class S3Store(NetworkStore):
         self._look_up([key for key, one in by_key.items() if one is None], deadline)
         return [one is True for one in results]
 
-    def put(
-        self, items: Sequence[PutItem], durability: Durability = Durability.MEMORY
-    ) -> list[PutResult]:
-        """Every durability is the same: that of this service."""
-        if self._closed:
-            return [PutResult.DROPPED] * len(items)
-        deadline = self._deadline(WRITE_TIMEOUT_FACTOR)
-        results = [PutResult.FAILED] * len(items)
-        first: dict[StoreKey, int] = {}
-        payloads = [item.payload.cast("B") for item in items]
-        checksums = hash_buffers(payloads, threads=0)
-        for n, item in enumerate(items):
-            is_bad = item.checksum not in (None, checksums[n])
-            if is_bad or not is_key(item.key) or not is_key(item.parent or b"no parent"):
-                self._count(Event.BAD_BLOCK)
-            else:
-                first.setdefault(item.key, n)
-        wanted: list[int] = []
-        known = self._look_up(list(first), deadline)
-        for n, (facts, is_answered) in zip(first.values(), known, strict=True):
-            if facts is not None:
-                results[n] = PutResult.PRESENT
-            elif is_answered:
-                wanted.append(n)
-            else:
-                self._count(Event.WRITE_ERROR)
+    def _known(self, keys: Sequence[StoreKey], deadline: float) -> list[bool | None]:
+        return [
+            facts is not None if is_answered else None
+            for facts, is_answered in self._look_up(keys, deadline)
+        ]
 
-        async def write(n: int) -> None:
-            item = items[n]
-            header = BlockHeader(item.key, item.parent, len(payloads[n]), checksums[n])
+    def _write_new(self, blocks: Sequence[NewBlock], deadline: float) -> list[PutResult]:
+        async def write(block: NewBlock) -> None:
             # A copy, as a cancelled request may still be on its way for a moment.
-            content = b"".join((encode_header(header), payloads[n]))
-            await obstore.put_async(
-                self._bucket, self._name(item.key), content, mode="create", use_multipart=False
-            )
+            content = b"".join((encode_header(block.header), block.payload))
+            name = self._name(block.header.key)
+            await obstore.put_async(self._bucket, name, content, mode="create", use_multipart=False)
 
+        results: list[PutResult] = []
         failed: list[Failure] = []
-        for n, failure in zip(wanted, self.client.each(write, wanted, deadline), strict=True):
+        for failure in self.client.each(write, blocks, deadline):
             if failure is None:
-                results[n] = PutResult.STORED
+                results.append(PutResult.STORED)
             elif failure.status == _PRESENT:
-                results[n] = PutResult.PRESENT
+                results.append(PutResult.PRESENT)
             else:
+                results.append(PutResult.FAILED)
                 failed.append(failure)
         self._fail(Event.WRITE_ERROR, failed)
-        for n, item in enumerate(items):
-            source = first.get(item.key, n)
-            if n > source:
-                is_kept = results[source] in (PutResult.STORED, PutResult.PRESENT)
-                results[n] = PutResult.PRESENT if is_kept else results[source]
         return results
 
     def delete(self, keys: Sequence[StoreKey]) -> int:
@@ -278,9 +249,6 @@ class S3Store(NetworkStore):
     def close(self) -> None:
         """Afterwards every lookup is a miss and every put is dropped."""
         self._closed = True
-
-    def _deadline(self, factor: float = 1.0) -> float:
-        return time.monotonic() + factor * self.settings.timeout_s
 
     def _name(self, key: StoreKey) -> str:
         return self._prefix + key.hex()

@@ -30,7 +30,8 @@ def check(options: BackingOptions) -> None:
         raise ConfigError("backing_ttl", f"must be at least {least // 60}min, got {options.ttl_s}s")
 
 
-def open_store(options: BackingOptions) -> SharedDirBacking:
+def open_store(options: BackingOptions, on_unanswered: Callable[[], None]) -> SharedDirBacking:
+    """Has no server that could leave a call unanswered."""
     return SharedDirBacking(
         SharedDirSettings(
             options.url.removeprefix("file://"),
@@ -51,7 +52,6 @@ class SharedDirBacking(SharedDirStore):
         self, settings: SharedDirSettings, collect_every_s: float = _COLLECT_EVERY_S
     ) -> None:
         super().__init__(settings)
-        self.on_unanswered: Callable[[], None] = lambda: None
         self._collector = GcThread(self, collect_every_s)
         self._collector.start()
 

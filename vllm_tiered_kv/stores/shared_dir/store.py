@@ -21,7 +21,6 @@ from typing import TypeVar
 from vllm_tiered_kv.core.store import (
     BlockFacts,
     Durability,
-    OnLost,
     PutItem,
     PutResult,
     StoreKey,
@@ -91,13 +90,14 @@ class UnsyncedBlocks:
     """Blocks that this process has written but not synced, and those that a failed sync lost.
 
     Both are bounded: when the unsynced ones are full, the store syncs; of the lost ones the oldest
-    are removed first. Thread-safe.
+    are removed first. Only those to report are not: they are taken. Thread-safe.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._written: dict[StoreKey, None] = {}
         self._lost: OrderedDict[StoreKey, None] = OrderedDict()
+        self._to_report: list[StoreKey] = []
         self.failures = 0  # number of failed syncs
 
     @property
@@ -128,14 +128,21 @@ class UnsyncedBlocks:
             taken, self._written = self._written, {}
             return list(taken)
 
-    def failed(self, taken: Sequence[StoreKey]) -> list[StoreKey]:
-        """Records that the sync of these blocks failed. Returns all blocks it may have lost,
-        including those written meanwhile."""
+    def failed(self, taken: Sequence[StoreKey]) -> None:
+        """Records that the sync of these blocks failed. It may also have lost those written
+        meanwhile."""
         with self._lock:
             self.failures += 1
             lost = [*taken, *self._written]
             self._written = {}
             self._lose(lost)
+            self._to_report += lost
+
+    def take_lost(self) -> list[StoreKey]:
+        if not self._to_report:  # without the lock: evictions from memory ask
+            return []
+        with self._lock:
+            lost, self._to_report = self._to_report, []
             return lost
 
     def _lose(self, keys: Sequence[StoreKey]) -> None:
@@ -163,7 +170,6 @@ class SharedDirStore:
         self.usage_tracker = UsageTracker()
         self.files = BlockFiles(self.tree, self.ops, self.counts, self.usage_tracker)
         self._unsynced = UnsyncedBlocks()
-        self.on_lost: OnLost = lambda keys: None
         self.recency = Recency(
             self.tree,
             self.ops,
@@ -381,9 +387,12 @@ class SharedDirStore:
         except OSError as error:
             self.counts.add(Event.FLUSH_ERROR)
             logger.warning("%s could not be synced: %s", self.tree.folder, error)
-            self.on_lost(self._unsynced.failed(unsynced))
+            self._unsynced.failed(unsynced)
             return False
         return True
+
+    def take_lost(self) -> list[StoreKey]:
+        return self._unsynced.take_lost()
 
     def usage(self) -> StoreUsage:
         """Returns the result of the last scan plus the changes of this process since, without those

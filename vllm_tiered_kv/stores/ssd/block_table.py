@@ -19,7 +19,6 @@ from vllm_tiered_kv.cache.durable_index import DurableIndex
 from vllm_tiered_kv.core.arena_geometry import SlabGeometry, aligned
 from vllm_tiered_kv.core.store import (
     BlockFacts,
-    OnLost,
     PutItem,
     PutResult,
     StoreKey,
@@ -73,7 +72,7 @@ class BlockTable:
         self.index = DurableIndex(self.geometry, eviction, self._on_evict, self._on_leave, quota_of)
         self.live_bytes = 0  # bytes of the slots of readable blocks
         self.by_namespace = NamespaceUsage()  # of the same slots
-        self.on_lost: OnLost | None = None
+        self.lost: list[StoreKey] = []  # not taken yet
         self.committer = Committer(
             lock,
             self.index,
@@ -200,8 +199,8 @@ class BlockTable:
         self.by_namespace.count_eviction(key)
 
     def drop_lost(self, slots: list[int]) -> int:
-        """Removes blocks whose data may never reach the disk; returns how many of them were removed
-        without being reported. For the committer."""
+        """Removes blocks whose data may never reach the disk; returns how many of them were there.
+        For the committer."""
         keys = []
         for slot in slots:
             with suppress(InvariantError):  # the slot is free by now
@@ -209,7 +208,5 @@ class BlockTable:
                 if self.forget(slot, key):
                     keys.append(StoreKey(key))
         self._counters.failed_blocks += len(keys)
-        if keys and self.on_lost is not None:
-            self.on_lost(keys)
-            return 0
+        self.lost += keys
         return len(keys)

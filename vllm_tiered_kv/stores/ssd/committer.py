@@ -57,7 +57,7 @@ class Committer:
         backoff: Backoff,
     ) -> None:
         """`drop_lost` removes the blocks in these slots, whose data may never reach the disk, and
-        returns how many of them it could not report. The committer calls it under the lock."""
+        returns how many of them were there. The committer calls it under the lock."""
         self._lock = lock
         self._work = threading.Condition(lock)
         self._finished = threading.Condition(lock)
@@ -76,7 +76,7 @@ class Committer:
         # Slots written since the last sync of the data began. With fsync policy NEVER, the data is
         # synced only when the journal is rewritten, which bounds this list.
         self._unsynced: list[int] = []
-        self._has_lost = False  # blocks were lost and not reported; the next flush reports it
+        self.has_lost = False  # since the last flush; nobody has taken the list of these blocks
         self.data_failures = 0  # failed syncs of the data file
         self._queued_since = 0.0
         self._next = 1  # the cycle that will write the current queue
@@ -149,11 +149,11 @@ class Committer:
 
     def flush(self) -> bool:
         """Syncs everything, regardless of the policy. Also returns False if blocks stored since the
-        last flush were lost and not reported."""
+        last flush were lost and not taken."""
         self._sync_all = True
-        has_lost = self._has_lost  # read before the wait, in which another flush may reset it
-        is_durable = self.wait(self._next) and not (has_lost or self._has_lost)
-        self._has_lost = False
+        has_lost = self.has_lost  # read before the wait, in which another flush may reset it
+        is_durable = self.wait(self._next) and not (has_lost or self.has_lost)
+        self.has_lost = False
         return is_durable
 
     # ---- the thread ---------------------------------------------------------------------------
@@ -293,4 +293,4 @@ class Committer:
         self._broken = True
         self._queue = []
         self._index.quarantine_again(quarantined)
-        self._has_lost = bool(self._drop_lost(lost)) or self._has_lost
+        self.has_lost = bool(self._drop_lost(lost)) or self.has_lost

@@ -25,7 +25,6 @@ from vllm_tiered_kv.core.store import (
     MAX_KEY_BYTES,
     BlockFacts,
     Durability,
-    OnLost,
     PutItem,
     PutResult,
     StoreKey,
@@ -163,15 +162,6 @@ class SsdStore:
         cpu.release_free_memory()
         self.recovery.seconds = time.monotonic() - begin
         self._progress(str(self.recovery))
-
-    @property
-    def on_lost(self) -> OnLost:
-        return self._table.on_lost or (lambda keys: None)
-
-    @on_lost.setter
-    def on_lost(self, callback: OnLost) -> None:
-        """Without a callback, the next `flush` returns False if blocks were lost."""
-        self._table.on_lost = callback
 
     # ---- lookups ------------------------------------------------------------------------------
 
@@ -489,6 +479,15 @@ class SsdStore:
         if not is_durable:
             logger.error("%s: not all blocks could be made durable", self.folder)
         return is_durable
+
+    def take_lost(self) -> list[StoreKey]:
+        """See LowerStore. Without this call, the next `flush` returns False if blocks were lost."""
+        if not self._table.lost:  # without the lock: evictions from memory ask
+            return []
+        with self._lock:
+            lost, self._table.lost = self._table.lost, []
+            self._committer.has_lost = False
+            return lost
 
     def retry(self) -> None:
         with self._lock:

@@ -22,7 +22,7 @@ class Errands(KVConnectorMetadata):
     loads: list[tuple[str, list[int]]] = field(default_factory=list)
 
 
-class Neighbour(KVConnectorBase_V1, SupportsHMA):
+class OtherConnector(KVConnectorBase_V1, SupportsHMA):
     offers: ClassVar[dict[str, int]] = {}  # tokens of a prefix, by request
     fails: ClassVar[set[str]] = set()
     deliver: ClassVar[Any] = None  # called with request and blocks when a load arrives

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.cache.ledger import TransferLedger
-from vllm_tiered_kv.cache.verification_ledger import VerificationLedger
+from vllm_tiered_kv.cache.ledger import Comparison, TransferLedger
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
+from vllm_tiered_kv.connector.scheduler.verification import Verification
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey
-from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.core.tiers import Lookup, Tier
 from vllm_tiered_kv.core.transfer import GroupTransfer, int64_array
 from vllm_tiered_kv.core.verdict import BlockVerdict, Verdict, VerifyJob
 from vllm_tiered_kv.errors import InvariantError
@@ -24,8 +25,9 @@ class Bench:
     def __init__(self, ranks: int = 2) -> None:
         self.index = BlockIndex(ArenaGeometry(SLOTS * 64, (64,)), "lru")
         self.recorder = Recorder()
-        self.transfers = TransferLedger(self.index, self.recorder, ranks)
-        self.ledger = VerificationLedger(self.index, self.transfers, self.recorder, ranks)
+        self.ledger = TransferLedger(self.index, self.recorder, ranks)
+        tier = CpuTier([], self.index, self.ledger, self.recorder)
+        self.verification = Verification(1.0, tier, None)
 
     def store(self, key: bytes) -> BlockKey:
         slot = self.index.reserve(key, None, 0)
@@ -34,11 +36,17 @@ class Bench:
         return BlockKey(key)
 
     def open(self, keys: list[BlockKey], tier: Tier = Tier.CPU) -> int:
-        pinned = [self.ledger.pin(key) for key in keys] if tier is Tier.CPU else []
-        spare = [self.ledger.spare_slot(0) for _ in keys]
-        assert None not in pinned
-        assert None not in spare
-        return self.ledger.open(tier, 0, keys, spare, pinned, int64_array(range(len(spare))))
+        comparison = Comparison(tier, 0, keys, list(range(len(keys))))
+        for key in keys:
+            pinned, spare = self.ledger.pin(key), self.ledger.spare_slot(0)
+            assert pinned is not None
+            assert spare is not None
+            comparison.pinned.append(pinned)
+            comparison.spare.append(spare)
+        return self.ledger.open_comparison(comparison)
+
+    def held(self, keys: list[BlockKey]) -> list[BlockKey]:
+        return [key for key in keys if self.index.lookup(key) is Lookup.HIT]
 
     def total(self, metric: names.Metric) -> float:
         return self.recorder.total(metric)
@@ -46,9 +54,10 @@ class Bench:
     def assert_nothing_is_held(self) -> None:
         assert not self.index.pinned_slots()
         assert len(self.index.slots()) == len(self.index)
-        self.transfers.fence.hand_out(range(8))
-        assert self.transfers.fence.take() is None  # no read is open
+        self.ledger.fence.hand_out(range(8))
+        assert self.ledger.fence.take() is None  # no read is open
         assert not self.ledger.has_open
+        assert not self.ledger.has_open_comparisons
         self.index.check()
 
 
@@ -56,13 +65,14 @@ def test_verification_worst_verdict_of_all_ranks_counts() -> None:
     bench = Bench()
     keys = [bench.store(name) for name in (b"a", b"b", b"c", b"d")]
     job = bench.open(keys)
-    bench.transfers.fence.hand_out([3])
-    assert bench.transfers.fence.take() == job
-    assert bench.ledger.report(job, [[EQUAL, CLOSE, EQUAL, NOT_COMPARED]]) is None
+    bench.ledger.fence.hand_out([3])
+    assert bench.ledger.fence.take() == job
+    bench.verification.report(job, [[EQUAL, CLOSE, EQUAL, NOT_COMPARED]])
     assert bench.index.pinned_slots()
-    findings = bench.ledger.report(job, [[EQUAL, EQUAL, DIFFERENT, DIFFERENT]])
-    assert findings is not None
-    assert [key for key, _ in findings.different] == [b"c", b"d"]
+    assert bench.ledger.has_open
+    assert bench.ledger.has_open_comparisons
+    bench.verification.report(job, [[EQUAL, EQUAL, DIFFERENT, DIFFERENT]])
+    assert bench.held(keys) == [b"a", b"b"]
     assert bench.total(names.VERIFIED_BLOCKS) == 4
     assert bench.total(names.INEXACT_BLOCKS) == 1
     assert bench.total(names.DIFFERING_BLOCKS) == 2
@@ -73,7 +83,7 @@ def test_verification_worst_verdict_of_all_ranks_counts() -> None:
 def test_verification_block_not_compared_by_one_rank_is_skipped() -> None:
     bench = Bench()
     job = bench.open([bench.store(b"a")])
-    bench.ledger.report(job, [[CLOSE], [NOT_COMPARED]])
+    bench.verification.report(job, [[CLOSE], [NOT_COMPARED]])
     assert bench.total(names.VERIFIED_BLOCKS) == 0
     assert bench.total(names.UNVERIFIED_BLOCKS) == 1
     bench.assert_nothing_is_held()
@@ -82,10 +92,11 @@ def test_verification_block_not_compared_by_one_rank_is_skipped() -> None:
 def test_verification_void_comparison_releases_without_findings() -> None:
     bench = Bench(ranks=1)
     job = bench.open([bench.store(b"a")])
-    bench.ledger.void()
+    bench.verification.void(())
     later = bench.open([bench.store(b"b")])
-    assert bench.ledger.report(job, [[DIFFERENT]]) is None
-    assert bench.ledger.report(later, [[EQUAL]]) is not None
+    bench.verification.report(job, [[DIFFERENT]])
+    bench.verification.report(later, [[EQUAL]])
+    assert bench.total(names.VERIFIED_BLOCKS) == 1
     assert bench.total(names.DIFFERING_BLOCKS) == 0
     assert bench.total(names.UNVERIFIED_BLOCKS) == 1
     bench.assert_nothing_is_held()
@@ -95,7 +106,22 @@ def test_verification_more_reports_than_ranks_is_error() -> None:
     bench = Bench(ranks=1)
     job = bench.open([bench.store(b"a")])
     with pytest.raises(InvariantError):
-        bench.ledger.report(job, [[EQUAL], [EQUAL]])
+        bench.verification.report(job, [[EQUAL], [EQUAL]])
+
+
+def test_verification_reports_given_up_are_counted_once() -> None:
+    bench = Bench()
+    job = bench.open([bench.store(b"a")])
+    bench.verification.report(job, [[EQUAL]])
+    assert bench.ledger.give_up_reports() == 1
+    assert bench.ledger.give_up_reports() == 0
+    assert not bench.ledger.has_open
+    assert not bench.ledger.has_open_comparisons
+    assert bench.index.pinned_slots()
+    bench.verification.report(job, [[DIFFERENT]])
+    assert bench.total(names.UNVERIFIED_BLOCKS) == 1
+    assert bench.total(names.DIFFERING_BLOCKS) == 0
+    bench.assert_nothing_is_held()
 
 
 def test_verification_spare_slots_are_limited_and_released() -> None:
@@ -103,7 +129,7 @@ def test_verification_spare_slots_are_limited_and_released() -> None:
     keys = [bench.store(bytes([n])) for n in range(SLOTS)]  # full: spare slots need evictions
     job = bench.open(keys[-4:])
     assert bench.ledger.spare_slot(0) is None
-    bench.ledger.report(job, [[EQUAL] * 4])
+    bench.verification.report(job, [[EQUAL] * 4])
     bench.assert_nothing_is_held()
     slot = bench.ledger.spare_slot(0)
     assert slot is not None
@@ -122,7 +148,7 @@ def test_verification_spare_slots_survive_reset() -> None:
     job = bench.open([bench.store(b"a")])
     bench.index.clear()
     bench.index.check()
-    bench.ledger.report(job, [[EQUAL]])
+    bench.verification.report(job, [[EQUAL]])
     bench.assert_nothing_is_held()
     assert bench.index.used_bytes == 0
 
