@@ -173,6 +173,17 @@ py::object receive_header(ZmqReceiver& receiver, size_t most) {
   return received;
 }
 
+// Returns how many frames it has dropped, their bytes, and whether more follow.
+py::tuple drop_frames(ZmqReceiver& receiver, size_t most) {
+  size_t dropped = 0, bytes = 0;
+  bool has_more = false;
+  {
+    const py::gil_scoped_release no_gil;
+    has_more = receiver.drop(most, dropped, bytes);
+  }
+  return py::make_tuple(dropped, bytes, has_more);
+}
+
 ZmqSender make_zmq_sender(uintptr_t send, uintptr_t msg_init_data, uintptr_t msg_send,
                           uintptr_t msg_close) {
   if (send == 0 || msg_init_data == 0 || msg_send == 0 || msg_close == 0)
@@ -543,7 +554,8 @@ PYBIND11_MODULE(_cpu, module) {
       .def(py::init(&make_zmq_receiver), py::arg("socket"), py::arg("recv"), py::arg("msg_init"),
            py::arg("msg_recv"), py::arg("msg_data"), py::arg("msg_size"), py::arg("msg_more"),
            py::arg("msg_get"), py::arg("msg_gets"), py::arg("msg_close"))
-      .def("receive", &receive_header, py::arg("most"));
+      .def("receive", &receive_header, py::arg("most"))
+      .def("drop", &drop_frames, py::arg("most"));
   py::class_<ZmqSender>(module, "ZmqSender")
       .def(py::init(&make_zmq_sender), py::arg("send"), py::arg("msg_init_data"),
            py::arg("msg_send"), py::arg("msg_close"))

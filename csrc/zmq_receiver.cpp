@@ -46,6 +46,26 @@ bool ZmqReceiver::receive() {
   return true;
 }
 
+bool ZmqReceiver::drop(size_t most, size_t& dropped, size_t& bytes) {
+  bool has_more = true;
+  alignas(void*) unsigned char frame[sizeof header_];
+  for (dropped = bytes = 0; has_more && dropped < most; ++dropped) {
+    zmq_.msg_init(frame);
+    int size = 0;
+    try {
+      size = received([&] { return zmq_.msg_recv(frame, socket_, kDontWait); });
+    } catch (...) {
+      zmq_.msg_close(frame);
+      throw;
+    }
+    if (size >= 0) has_more = zmq_.msg_more(frame) != 0;
+    zmq_.msg_close(frame);
+    if (size < 0) break;
+    bytes += size_t(size);
+  }
+  return has_more;
+}
+
 std::string_view ZmqReceiver::header() const {
   if (!has_header_) return {};
   return {static_cast<const char*>(zmq_.msg_data(header_)), zmq_.msg_size(header_)};

@@ -38,6 +38,10 @@ class ZmqReceiver {
   int descriptor() const;    // of the connection; negative if it has none
   bool has_more() const;     // frames after the header
 
+  // Drops up to `most` frames after the header, without waiting. They are counted in `dropped`.
+  // Call it while frames follow; returns whether more do.
+  bool drop(size_t most, size_t& dropped, size_t& bytes);
+
   // Frees the header. `receive` does so, too.
   void release();
 

@@ -180,8 +180,8 @@ def examples_table() -> str:
             *(f"{e.prompt_tokens:,} + {e.answer_tokens:,}" for e in each),
         ),
         row(
-            "given: found in some tier, of it at daemons",
-            *(f"{e.cached:.0%}, {e.from_daemons:.0%}" for e in each),
+            "given: of a prompt, found in some tier; sent by daemons",
+            *(f"{e.cached:.0%}; {e.from_daemons:.0%}" for e in each),
         ),
         row(
             "given: memory + SSD of a daemon",

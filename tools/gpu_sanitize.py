@@ -38,17 +38,17 @@ TESTS = ("tests/gpu/test_cuda_copy.py", "tests/gpu/test_cuda_copier.py")
 EXCLUDED = (
     # They query a stream while it sleeps. Instrumented launches may wait for the stream, and so do
     # allocations of torch without its memory pool, see `environment`.
-    "a_stream_waits_for_an_event",
+    "stream_waits_for_an_event",
     "store_reads_after_earlier_compute",
-    "a_load_waits_for_the_fence",
+    "load_waits_for_the_fence",
     "forward_waits_for_its_early_load",
     "step_waits_for_loads_that_began",
     "settle_waits_for_all_running_copies",
     "store_may_read_what_writers_that_do_not_wait",
     "wait_for_an_earlier_store_does",
     "load_after_a_fence_follows",
-    "the_oldest_of_too_large_a_backlog",
-    "a_channel_reads_shared_memory",
+    "oldest_of_too_large_a_backlog",
+    "channel_reads_shared_memory",
     # It provokes CUDA errors, which end a sanitized context although they are no memory errors.
     "torch_goes_on_after_our_errors",
 )

@@ -47,6 +47,10 @@ def _gpu(name: str) -> str:
 
 
 _SUPPORT_TESTS = "tests/engine/test_support_engine.py::test_unsupported_caches_are_uncached"
+_RECURRENT_DRAFTS = (
+    "tests/engine/test_support_engine.py::"
+    "test_recurrent_states_with_drafts_are_uncached_where_they_may_be_wrong"
+)
 _EVERY_TOKEN = (
     "tests/engine/test_support_engine.py::"
     "test_engines_that_need_a_forward_of_every_token_are_uncached"
@@ -134,10 +138,35 @@ ROWS = (
         says="is cached only with vLLM's prefix caching",
     ),
     Row(
-        "Recurrent layers with speculative decoding",
+        "Recurrent layers (GDN, Mamba 2) with speculative decoding",
+        State.CACHED,
+        (
+            "tests/engine/test_recurrent_drafts.py::test_random_clients",
+            "tests/engine/test_recurrent_drafts_engine.py::test_tier_hit_is_a_device_hit",
+            "tests/gpu/test_recurrent_drafts_gpu.py::test_tier_hit_is_a_device_hit",
+        ),
+        "MTP, EAGLE, draft models and n-gram; hits end a block earlier with MTP and EAGLE, as in "
+        "vLLM's own cache. Only engines that draft the same number of tokens share blocks. Shown "
+        "for GDN on CPUs, where a stand-in moves states that vLLM's kernels move on GPUs, for the "
+        "rest with vLLM's schedulers, and not yet on a GPU",
+    ),
+    Row(
+        "Recurrent layers of other kinds with speculative decoding",
         State.LEFT_ALONE,
-        ("tests/engine/test_support_engine.py::test_recurrent_states_with_drafts_are_uncached",),
-        says="is not cached with speculative decoding",
+        (_RECURRENT_DRAFTS,),
+        says="of this kind is not cached with speculative decoding",
+    ),
+    Row(
+        "Recurrent layers without attention, with speculative decoding",
+        State.LEFT_ALONE,
+        (_RECURRENT_DRAFTS,),
+        says="is cached with speculative decoding only in models that have attention",
+    ),
+    Row(
+        "Recurrent layers with speculative decoding and pipeline parallelism",
+        State.LEFT_ALONE,
+        (_RECURRENT_DRAFTS,),
+        says="is not cached with speculative decoding and pipeline parallelism",
     ),
     Row(
         "Chunked local attention (Llama-4)",

@@ -124,7 +124,7 @@ class TieredKVConfig:
         LoadPolicy.AUTO,
         "`auto` loads every hit in this host's memory, and a hit in a slower tier if loading "
         "is expected to be faster than recomputing, from load and prefill speeds measured at "
-        "run time; after a start the first load is the probe. `always` loads every hit: it saves "
+        "run time; after a start the first loads measure both. `always` loads every hit: it saves "
         "compute regardless of latency, and is used in tests. `never` only stores.",
     )
     compute_once: bool = boolean(

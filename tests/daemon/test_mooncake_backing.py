@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.raw_client import KEY_BYTES, Refused, blocks, key, wire
 from tests.patience import eventually
-from tests.stores.mooncake_servers import MooncakeServers, mooncake_servers
+from tests.stores.mooncake_servers import MemoryUse, MooncakeServers, mooncake_servers
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.errors import ErrorCode
+from vllm_tiered_kv.server.daemon import Daemon
+from vllm_tiered_kv.server.options import ServerOptions
 
 SIZE = 64 << 10
 
@@ -49,6 +52,31 @@ def test_blocks_in_mooncake_outlive_their_daemon(
     assert reader.stats()["backing_absent"] == 0
     assert other.terminate() == 0
     assert "Traceback" not in one.logs + other.logs
+
+
+def test_blocks_move_between_the_memory_of_the_daemon_and_mooncake(
+    servers: MooncakeServers, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second daemon reads from Mooncake what the first one wrote, both in registered memory."""
+    use = MemoryUse(monkeypatch)
+    wanted = blocks(20, SIZE)
+    for name in "ab":
+        options = ServerOptions(
+            listen=[f"ipc://{tmp_path}/{name}.sock"], memory=16 << 20, http="off",
+            backing=servers.url + "&prefix=memory", backing_timeout=5,
+        )  # fmt: skip
+        daemon = Daemon.open(options)
+        serving = threading.Thread(target=daemon.run, daemon=True)
+        serving.start()
+        client = connect(options.listen[0], block_bytes=[SIZE])
+        assert (client.get(list(wanted), stream=True) == wanted) == (name == "b")
+        client.put(wanted)
+        client.ask(wire.Flush())
+        daemon.stop()
+        serving.join(60)
+        assert not serving.is_alive()
+    assert len(use.moved) == 40
+    assert use.is_registered()
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ import contextlib
 import os
 import socket
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from tests.patience import eventually
 from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.errors import ConfigError, ErrorCode, ProtocolError
 from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server.net import connections
 from vllm_tiered_kv.server.net.connections import Connections, _Connection
 from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory, request_cost
@@ -172,6 +175,117 @@ def test_end_of_connection_to_other_listener_is_not_that_of_its_successor(
     context.term()
 
 
+class Watched:
+    """Connections of a process that has allocated as much as it is said to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.allocated = self.indexes = 500 * MIB
+        self.closed: list[int] = []
+        monkeypatch.setattr(connections, "allocated_bytes", lambda: self.allocated)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.network = NetworkMemory(64 * MIB, MIB)
+        limits = ClientLimits.of_memory(32 * MIB)
+        self.watched = Connections(
+            Reactor(),
+            self.context,
+            limits,
+            self.network,
+            10,
+            30.0,
+            Recorder(),
+            index_bytes=lambda: self.indexes,
+        )
+        monkeypatch.setattr(self.watched, "_disconnect", self.disconnect)
+        self.listeners = [
+            Listener(self.context.socket(zmq.ROUTER), "", is_local) for is_local in (False, True)
+        ]
+        monitor = self.context.socket(zmq.PAIR)
+        self.watched._monitors.update(dict.fromkeys(self.listeners, monitor))
+        for number, listener in enumerate([*self.listeners, self.listeners[1]]):
+            self.watched._open[number] = _Connection(listener, 0, bytes([number]))
+
+    def disconnect(self, descriptor: int) -> None:
+        self.closed.append(descriptor)
+        del self.watched._open[descriptor]
+
+    def check(self, mebibytes: int) -> list[int]:
+        """Grows by so much in a second, and says which connections were closed. Of the ipc clients
+        only the last one sends messages."""
+        self.allocated += mebibytes * MIB
+        if 2 in self.watched._open:
+            self.watched._open[2].had_message = True
+        self.watched._check_connections(1.0)
+        closed, self.closed = self.closed, []
+        return closed
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    one = Watched(monkeypatch)
+    one.check(0)
+    yield one
+    one.context.destroy(linger=0)
+
+
+def test_memory_that_is_accounted_for_closes_no_connection(watched: Watched) -> None:
+    for _ in range(20):
+        watched.indexes += 100 * MIB
+        assert watched.check(99) == []
+    others = connections._OTHER_BYTES // MIB
+    watched.network.hold(peer(9), 60 * MIB)
+    assert watched.check(others + 60) == []
+    watched.network.release(peer(9), 60 * MIB)
+    assert watched.check(-others - 60) == [], "it was used and freed"
+    assert watched.check(others) == []
+    assert watched.network.total == 0
+    watched.network._hold(peer(9), 400 * MIB)
+    assert watched.check(0) == [], "requests of a client that has left"
+
+
+def test_unexplained_memory_closes_ipc_clients_that_are_silent(watched: Watched) -> None:
+    assert watched.check(400) == [1]
+    assert watched.check(-400) == []
+    assert watched.check(400) == []
+
+
+def test_ipc_clients_are_spared_while_memory_is_being_freed(watched: Watched) -> None:
+    watched.watched._ending[0] = os.fstat(0).st_ino
+    assert watched.check(400) == [], "by a connection that zmq has not closed yet"
+    watched.watched._ending.clear()
+    assert watched.check(-1) == []
+    assert watched.check(0) == [1]
+
+
+def test_parts_that_tcp_explains_close_no_ipc_client(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = 0
+    monkeypatch.setattr(connections, "_bytes_read", lambda descriptor: read)
+    read = MIB
+    assert watched.check(1 + 30) == []
+    assert watched.network.total == 31 * MIB
+    watched.watched._open[0].delivered = MIB
+    assert watched.check(-31) == []
+    assert watched.network.total == 0
+    read = 11 * MIB
+    assert watched.check(10 + 310) == [0]
+    assert watched.network.total == 0
+
+
+def test_stream_of_messages_is_not_taken_for_one_that_never_ends(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever it is looked at, a message is under way, but each time another one."""
+    read = 0
+    monkeypatch.setattr(connections, "_bytes_read", lambda descriptor: read)
+    connection = watched.watched._open[0]
+    del watched.watched._open[1], watched.watched._open[2]
+    for _ in range(1000):
+        read += 8 * MIB
+        connection.delivered, connection.had_message = read - 4 * MIB, True
+        assert watched.check(1) == [], "nor does its memory count from the first one on"
+
+
 def test_reconnected_client_is_counted_again(network: NetworkMemory) -> None:
     network.hold(peer(1), 60)
     network.mark_disconnected(peer(1))
@@ -220,6 +334,44 @@ def test_unfinished_messages_beyond_limit_drop_clients(
         # 640 MiB were sent. Much arrives between two checks.
         assert daemon.peak_rss_bytes() - before < 400 * MIB
         assert honest.get([key(0)]) == blocks(1)
+
+
+def send_tiny_parts(endpoint: str, megabytes: int) -> None:
+    """Sends a message of empty parts, for which zmq needs 32 times as much memory as for their
+    bytes, and does not end it."""
+    with ZmtpClient(endpoint) as client:
+        client.socket.settimeout(1.0)  # it may not be told at once that the daemon has closed it
+        for _ in range(16 * megabytes):
+            if client.is_closed():
+                raise ConnectionError
+            with contextlib.suppress(TimeoutError):
+                client.send(b"\x01\x00" * (32 << 10))
+            time.sleep(0.01)  # 200 MB of memory a second: little arrives between two checks
+
+
+@pytest.mark.parametrize("over", ["tcp", "ipc"])
+def test_message_of_very_many_tiny_parts_drops_client(
+    start: StartDaemon, connect: Connect, over: str
+) -> None:
+    daemon = start(*LIMIT[:2], "--network-memory", "160MiB", "--prefault", "false")
+    honest = connect(daemon.endpoint)
+    honest.put(blocks(1))
+    before = daemon.rss_bytes()
+    endpoint = daemon.endpoint if over == "tcp" else daemon.ipc
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            send_tiny_parts(endpoint, 22)  # 704 MiB
+        assert honest.get([key(0)]) == blocks(1)
+        with RawClient(endpoint) as another:
+            another.hello()
+            assert another.get([key(0)]) == blocks(1)
+        # malloc keeps the end of a heap, at most 64 MiB.
+        eventually(lambda: daemon.rss_bytes() - before < 100 * MIB)
+    assert TOO_MUCH in daemon.logs
+    allowed = 160 * MIB if over == "tcp" else 160 * MIB + connections._OTHER_BYTES
+    assert daemon.peak_rss_bytes() - before < allowed + 160 * MIB
+    assert honest.stats()["dropped_clients"] == 2
+    assert honest.stats()["network_bytes"] < MIB
 
 
 _DAEMON_THAT_TRIMS_SOON = """

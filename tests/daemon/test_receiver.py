@@ -50,17 +50,18 @@ def test_message_with_max_frames_is_received(pair: Pair) -> None:
 
 def test_message_with_too_many_frames_is_dropped_over_turns(pair: Pair) -> None:
     router, dealer = pair
-    dealer.send_multipart([encode_request(7, wire.Info()), *[b"x"] * 10_000])
+    dealer.send_multipart([encode_request(7, wire.Info()), *[b"x"] * 60_000])
     dealer.send_multipart([b"next"])
     intake = Receiver(router)
     turns = [turn(intake) for _ in range(6)]
-    assert turns[:4] == [[], [], [], []]
-    [refused, following] = turns[4]
+    assert turns[:3] == [[], [], []]
+    [refused], [following] = turns[3:5]
     assert refused.payload == []
+    assert refused.count == 60_001
     assert refused.fault is not None
     assert refused.fault.code is ErrorCode.TOO_LARGE
     assert refused.fault.request_id == 7
-    assert "10000 payload frames" in refused.fault.message
+    assert "60000 payload frames" in refused.fault.message
     assert following.fault is None
     assert (following.header, following.payload) == (b"next", [])
     assert turns[5] == []

@@ -19,11 +19,16 @@ def frame(data: bytes, more: bool) -> bytes:
 
 
 class ZmtpClient:
-    """Connects to a tcp:// endpoint without keys, with a ZMTP handshake unless told otherwise."""
+    """Connects to an endpoint without keys, with a ZMTP handshake unless told otherwise."""
 
     def __init__(self, endpoint: str, shake_hands: bool = True) -> None:
-        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        self.socket = socket.create_connection((host, int(port)), TIMEOUT_S)
+        if endpoint.startswith("ipc://"):
+            self.socket = socket.socket(socket.AF_UNIX)
+            self.socket.settimeout(TIMEOUT_S)
+            self.socket.connect(endpoint.removeprefix("ipc://"))
+        else:
+            host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+            self.socket = socket.create_connection((host, int(port)), TIMEOUT_S)
         if shake_hands:
             self.send(_GREETING + bytes([4, len(_READY)]) + _READY)
             self._receive(len(_GREETING))

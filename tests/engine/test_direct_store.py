@@ -13,7 +13,7 @@ import pytest
 from tests.engine.toy_asking import total
 from tests.engine.toy_at_daemon import REMOTE, engine_at, prompts, serve, whole_blocks
 from tests.patience import eventually
-from tests.stores.mooncake_servers import mooncake_servers
+from tests.stores.mooncake_servers import MemoryUse, mooncake_servers
 from tests.stores.redis_servers import redis_server
 from vllm_tiered_kv.metrics import names
 
@@ -51,6 +51,22 @@ def test_second_engine_is_served_what_the_first_one_stored(
     second.half.stats()
     assert total(second, names.DAEMON_UP, url) == 1
     second.close()
+
+
+def test_blocks_move_between_the_memory_of_the_worker_and_mooncake(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use = MemoryUse(monkeypatch)
+    asked = prompts(6, 6)
+    with mooncake_servers() as servers:
+        for loaded in (0, whole_blocks(asked)):
+            before = len(use.moved)
+            toy = engine_at(tiny_model, servers.url)
+            serve(toy, asked)
+            assert total(toy, names.LOADED_BLOCKS, REMOTE) == loaded
+            assert len(use.moved) >= before + whole_blocks(asked)
+            toy.close()
+    assert use.is_registered()
 
 
 @pytest.mark.slow

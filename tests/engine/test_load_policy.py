@@ -17,9 +17,11 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request
 
 from tests.daemon.daemon_process import DaemonProcess
+from tests.engine.made_configs import WITH_RECURRENT_STATES
 from tests.engine.toy_asking import total
 from tests.engine.toy_at_daemon import REMOTE, engine_at, prompts, serve, whole_blocks
 from tests.engine.toy_engine import ToyEngine
+from tests.engine.toy_groups import STATE
 from tests.remote.faulty_daemon import FaultyDaemon
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import ProbeJob, PutJob
@@ -185,6 +187,54 @@ def test_first_hits_after_a_restart_are_loaded_from_the_ssd(
         if hasattr(KVConnectorBase_V1, "get_external_cache_hit_sources"):
             assert sources == {"host": 4 * whole_blocks(asked)}, "memory has them now"
         second.close()
+
+
+def test_first_hits_on_a_gpu_are_loaded_and_their_ends_measure_the_model(
+    tiny_model: Path,
+    daemon: DaemonProcess,
+    async_scheduling: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vllm_tiered_kv.cache.cost_model._ASSUMED_PREFILL", 20.0)
+    asked = prompts(27, 6, 85, 89)  # 21 whole blocks each
+    first = engine_at(tiny_model, daemon.endpoint, async_scheduling=async_scheduling)
+    serve(first, asked)
+    first.close()
+    second = engine_at(tiny_model, daemon.endpoint, async_scheduling=async_scheduling)
+    slow_down(second, 0.01)
+    costs = second.half.load_policy.costs
+    costs._computes_on_cpu = False
+    computed: list[int] = []
+    for n, ids in enumerate(asked, 1):
+        before = total(second, names.HIT_TOKENS, REMOTE)
+        serve(second, [ids])
+        computed.append(84 - int(total(second, names.HIT_TOKENS, REMOTE) - before))
+        assert costs.prefill._count == min(n, 3), "each of these steps was timed"
+    assert computed == [8, 8, 8, 0, 0, 0], "a quarter of a step"
+    assert decisions(second, REMOTE) == {"shorten": 3, "load": 3}
+    assert total(second, names.RECOMPUTED_TOKENS, REMOTE) == 3 * 8
+    assert total(second, names.LOAD_FAILURES) == 0
+    second.close()
+
+
+@WITH_RECURRENT_STATES
+def test_hit_of_a_recurrent_model_is_loaded_whole_without_a_state_for_a_shorter_one(
+    tiny_model: Path, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it would be computed to measure the model."""
+    monkeypatch.setattr("vllm_tiered_kv.cache.cost_model._ASSUMED_PREFILL", 20.0)
+    asked = prompts(28, 4, 85, 89)
+    settings = {"windows": (None, STATE), "retention": 0}
+    first = engine_at(tiny_model, daemon.endpoint, **settings)
+    serve(first, asked)
+    first.close()
+    second = engine_at(tiny_model, daemon.endpoint, **settings)
+    slow_down(second, 0.01)
+    second.half.load_policy.costs._computes_on_cpu = False
+    serve(second, asked)
+    assert decisions(second, REMOTE) == {"load": 4}
+    assert total(second, names.HIT_TOKENS, REMOTE) == 4 * 84
+    second.close()
 
 
 def test_prefill_time_that_hits_save_is_estimated(tiny_model: Path) -> None:

@@ -149,7 +149,8 @@ def test_verification_compares_states(
 
 
 def state_in_tier(engine: RealEngine, group: Group, ids: list[int]) -> np.ndarray:
-    """The bytes of a recurrent layer's state after these tokens, in the CPU tier."""
+    """The bytes of a recurrent layer's state in the CPU tier, after these tokens without those that
+    draft layers read ahead."""
     half = engine.half
     request = Request("probe", ids, SamplingParams(max_tokens=1), None)
     keys = half._key_maker.keys_for(request)

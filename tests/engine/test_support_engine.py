@@ -7,6 +7,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.registry import (
+    AttentionBackendEnum,
+    MambaAttentionBackendEnum,
+)
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -118,10 +122,37 @@ def test_recurrent_states_are_cached_alone_and_beside_attention() -> None:
     assert group_block_bytes(groups(STATE)) == [4 * 8 * 4 + 2 * 8 * 2]  # without the padding
 
 
-def test_recurrent_states_with_drafts_are_uncached() -> None:
-    ngram = SimpleNamespace(uses_draft_kv_cache=lambda: False)
-    said = why_not_cacheable(bare_config(speculative_config=ngram), groups(FULL, STATE))
-    assert "not cached with speculative decoding" in (said or "")
+NGRAM = SimpleNamespace(method="ngram", uses_draft_kv_cache=lambda: False)
+
+
+@WITH_RECURRENT_STATES
+@pytest.mark.parametrize("kind", ["MAMBA2", "GDN_ATTN"])
+def test_recurrent_states_with_drafts_are_cached_beside_attention(kind: str) -> None:
+    state = replace(STATE, num_speculative_blocks=3, mamba_type=MambaAttentionBackendEnum[kind])
+    config = bare_config(speculative_config=NGRAM, model_config=bare_model(is_hybrid=True))
+    assert why_not_cacheable(config, groups(FULL, state)) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "parallel", "reason"),
+    [
+        ("MAMBA1", {}, {}, "only that of Mamba 2 and GDN"),
+        ("SHORT_CONV", {}, {}, "only that of Mamba 2 and GDN"),
+        ("MAMBA2", {"is_hybrid": False}, {}, "only in models that have attention"),
+        ("MAMBA2", {}, {"pipeline_parallel_size": 2}, "and pipeline parallelism"),
+    ],
+)
+def test_recurrent_states_with_drafts_are_uncached_where_they_may_be_wrong(
+    kind: str, model: dict[str, Any], parallel: dict[str, Any], reason: str
+) -> None:
+    state = replace(STATE, num_speculative_blocks=3, mamba_type=MambaAttentionBackendEnum[kind])
+    config = bare_config(
+        speculative_config=NGRAM,
+        model_config=bare_model(**{"is_hybrid": True, **model}),
+        parallel_config=bare_parallel(**parallel),
+    )
+    said = why_not_cacheable(config, groups(FULL, state))
+    assert reason in (said or "")
 
 
 @pytest.mark.parametrize(

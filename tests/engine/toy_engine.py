@@ -152,6 +152,7 @@ class ToyEngine:
                 self.block_size * 8,
                 1 if is_state(window) else parallel.decode_context_parallel_size,
                 parallel.cp_kv_cache_interleave_size,
+                drafts=config.num_speculative_tokens if is_state(window) else 0,
             )
             for number, (window, size) in enumerate(zip(self.windows, sizes, strict=True))
         ]
@@ -352,11 +353,25 @@ class ToyEngine:
             for copy in getattr(output, "kv_cache_block_copies", None) or ():  # from 0.32 on
                 cache[copy.dst_block_id] = cache[copy.src_block_id]
         for request_id, count in output.num_scheduled_tokens.items():
-            running = self._running[request_id]
-            span = range(running.computed, running.computed + count)
-            for group, blocks in zip(self.groups, running.blocks, strict=True):
+            span = self._span(request_id, count)
+            for group, blocks in zip(self.groups, self._running[request_id].blocks, strict=True):
                 if group.is_recurrent:
-                    group.migrate(self.caches, blocks, span)
+                    self._move_state(request_id, group, blocks, span)
+
+    def _span(self, request_id: str, count: int) -> range:
+        """The tokens of a step."""
+        start = self._running[request_id].computed
+        return range(start, start + count)
+
+    def _move_state(
+        self, request_id: str, group: ToyGroup, blocks: Sequence[int], span: range
+    ) -> None:
+        """Copies the state before the tokens of `span` to the block where they write theirs, which
+        vLLM does before the forward."""
+        before, after = (span.start - 1) // group.block_size, (span.stop - 1) // group.block_size
+        if span.start and before != after:
+            for cache in self.caches:
+                cache[blocks[after]] = cache[blocks[before]]
 
     def _export_state(self, group: ToyGroup, blocks: list[int], right: Any, span: range) -> None:
         """Writes the state at a boundary within these tokens where the scheduler expects it."""
@@ -369,7 +384,7 @@ class ToyEngine:
             hash_block_size=coordinator.hash_block_size,
             mamba_block_size=group.block_size,
             checkpoint_alignment=1,
-            drop_eagle_block=False,
+            drop_eagle_block=self.scheduler.use_eagle_block_drop,
             cache_hit_alignment_tokens=coordinator._cache_hit_alignment_tokens,
         )
         if offset:
@@ -401,8 +416,8 @@ class ToyEngine:
 
     def _forward(self, request_id: str, count: int) -> list[int]:
         running = self._running[request_id]
-        right = self._right(request_id)
-        start, stop = running.computed, running.computed + count
+        right, span = self._right(request_id), self._span(request_id, count)
+        start, stop = span.start, span.stop
         if self.second_runner:
             running.computed = stop
         half = _ours(self.worker).worker_half
@@ -413,11 +428,9 @@ class ToyEngine:
                 for cache in self.caches:
                     group.rows(cache)[table[written], place[written]] = -4
                 return [VOCAB]
-            group.forward(
-                request_id, self.caches, blocks, right, range(start, stop), self._before_layer
-            )
+            group.forward(request_id, self.caches, blocks, right, span, self._before_layer)
             if group.window == EXPORTED_STATE:
-                self._export_state(group, blocks, right, range(start, stop))
+                self._export_state(group, blocks, right, span)
         # A chunk that ends before the last known token samples nothing: a part of a prompt, or of a
         # request that restarts after a preemption.
         known = self.requests[request_id].num_tokens

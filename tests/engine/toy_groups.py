@@ -60,6 +60,7 @@ class ToyGroup:
     ranks: int = 1  # that divide the tokens of each block: decode context parallelism
     interleave: int = 1  # tokens of one of them before those of the next
     rank: int = 0  # whose caches the group works on
+    drafts: int = 0  # further states that a step of recurrent layers leaves, one for each draft
 
     @property
     def span(self) -> int:
@@ -96,6 +97,7 @@ class ToyGroup:
                 shapes=((self.page // 8,), (self.page // 4,)),
                 dtypes=(torch.int32, torch.int16),
                 mamba_cache_mode="align",
+                num_speculative_blocks=self.drafts,
                 num_prefill_checkpoint_blocks=exports,
                 prefill_checkpoint_alignment=exports or None,
             )
@@ -185,14 +187,6 @@ class ToyGroup:
                     f"group {self.group_id}"
                 )
             rows[table[written], place[written]] = kv[written]
-
-    def migrate(self, caches: Sequence[np.ndarray], blocks: Sequence[int], span: range) -> None:
-        """Copies the state before the tokens of `span` to the block where they write theirs, which
-        vLLM does before the forward."""
-        before, after = (span.start - 1) // self.block_size, (span.stop - 1) // self.block_size
-        if span.start and before != after:
-            for cache in caches:
-                cache[blocks[after]] = cache[blocks[before]]
 
     def _advance_state(
         self,

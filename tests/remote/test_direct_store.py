@@ -127,7 +127,13 @@ def test_daemon_with_the_same_store_behind_it_shares_the_blocks(url: str) -> Non
         ("mooncake://a/?replicas=99", "remote: replicas=99 is not a number from 1 to 16"),
         ("mooncake://a/?segment=20GiB", "remote: segment would lend its memory to the store once"),
         ("redis://a/?prefix={x}", "remote: prefix may have no spaces"),
-        ("file:///mnt/kv", "remote: 'file:///mnt/kv' is not an address"),
+        (
+            "file:///mnt/kv",
+            "remote: 'file:///mnt/kv' is not an address; that of a daemon starts with tcp:// or "
+            "ipc://, that of a store with mooncake:// (needs pip install 'vllm-tiered-kv[moon",
+        ),
+        ("valkey://kv:secret@a", "remote: 'valkey://kv:***@a' is not an address; that"),
+        ("a:1", "remote: 'a:1' is not an address; write it like \"tcp://host:9527\""),
     ],
 )
 def test_wrong_address_is_refused(remote: str | list[str], sentence: str) -> None:
@@ -158,7 +164,7 @@ def test_libraries_of_stores_are_loaded_only_for_them() -> None:
         "from vllm_tiered_kv.connector.worker.remote_io import open_cluster\n"
         "config = TieredKVConfig.load({'remote': 'tcp://127.0.0.1:1'})\n"
         "open_cluster(config, IDENTITY).close()\n"
-        "assert not {'mooncake', 'redis'} & set(sys.modules)\n"
+        "assert not {'mooncake', 'obstore', 'redis'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
 

@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,6 +132,43 @@ class MooncakeServers:
 def _listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+class MemoryUse:
+    """Which memory the client library of this process is told of, as pairs of address and length:
+    what is registered with it, and where the payloads of blocks lie that it moves."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        from mooncake.store import MooncakeDistributedStore
+
+        self.registered: list[tuple[int, int]] = []
+        self.moved: list[tuple[int, int]] = []
+        use = self
+
+        class Watched(MooncakeDistributedStore):  # type: ignore[misc]
+            def register_buffer(self, address: int, nbytes: int) -> Any:
+                use.registered.append((address, nbytes))
+                return super().register_buffer(address, nbytes)
+
+            def batch_get_into_multi_buffers(self, names: Any, where: Any, sizes: Any) -> Any:
+                use._note(where, sizes)
+                return super().batch_get_into_multi_buffers(names, where, sizes)
+
+            def batch_put_from_multi_buffers(self, names: Any, where: Any, *more: Any) -> Any:
+                use._note(where, more[0])
+                return super().batch_put_from_multi_buffers(names, where, *more)
+
+        patch.setattr("vllm_tiered_kv.stores.mooncake.client.MooncakeDistributedStore", Watched)
+
+    def _note(self, where: list[list[int]], sizes: list[list[int]]) -> None:
+        self.moved += [(parts[1], size[1]) for parts, size in zip(where, sizes, strict=True)]
+
+    def is_registered(self) -> bool:
+        """Whether blocks were moved, all of them in registered memory."""
+        return bool(self.moved) and all(
+            any(start <= address <= start + size - nbytes for start, size in self.registered)
+            for address, nbytes in self.moved
+        )
 
 
 @contextlib.contextmanager

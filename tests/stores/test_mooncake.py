@@ -30,7 +30,12 @@ from tests.stores.contract import (
     read,
     store_key,
 )
-from tests.stores.mooncake_servers import MooncakeServers, mooncake_servers, require_mooncake
+from tests.stores.mooncake_servers import (
+    MemoryUse,
+    MooncakeServers,
+    mooncake_servers,
+    require_mooncake,
+)
 from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
 from vllm_tiered_kv.errors import ConfigError, NotDeletedError
 from vllm_tiered_kv.native.cpu import HostRegion
@@ -163,6 +168,22 @@ def test_blocks_move_within_registered_memory_only(store: Any) -> None:
     wanted = [view[(5 + n) * MIB : (6 + n) * MIB] for n in range(3)]
     assert store.get(keys, wanted) == [True] * 3
     assert bytes(view) == before[: 5 * MIB] + before[: 3 * MIB]
+
+
+def test_library_moves_blocks_from_and_to_the_buffers_of_the_caller(
+    empty: MooncakeServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use = MemoryUse(monkeypatch)
+    arena = np.zeros(4 * MIB, np.uint8)
+    start, view = arena.ctypes.data, memoryview(arena.data)
+    store = open_store(BackingOptions(empty.url, timeout_s=TIMEOUT_S))
+    store.use_memory(HostRegion(start, arena.nbytes))
+    assert (start, arena.nbytes) in use.registered
+    key = store_key("a")
+    assert store.put([PutItem(key, None, view[:MIB])]) == [PutResult.STORED]
+    assert store.get([key], [view[2 * MIB : 3 * MIB]]) == [True]
+    assert use.moved == [(start, MIB), (start + 2 * MIB, MIB)]
+    store.close()
 
 
 def test_more_blocks_than_one_call_takes_are_moved(store: Any) -> None:
@@ -381,6 +402,47 @@ def test_killed_node_costs_misses_and_is_used_when_it_is_back(replicas: int) -> 
         assert set(store.put(chain_items(keys, 256 << 10))) <= KEPT
         for key in keys:
             assert_holds(store, key, 256 << 10)
+        store.close()
+
+
+def test_transfer_that_fails_is_tried_once_more_and_then_counted(
+    empty: MooncakeServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mooncake.store import MooncakeDistributedStore
+
+    fails = iter([True, False, True, True])
+
+    class Failing(MooncakeDistributedStore):  # type: ignore[misc]
+        def batch_get_into_multi_buffers(self, *arguments: Any) -> list[int]:
+            codes: list[int] = super().batch_get_into_multi_buffers(*arguments)
+            return [-800, *codes[1:]] if next(fails) else codes
+
+    monkeypatch.setattr("vllm_tiered_kv.stores.mooncake.client.MooncakeDistributedStore", Failing)
+    store = open_store(BackingOptions(empty.url, timeout_s=TIMEOUT_S))
+    key = store_key("a")
+    store.put([item(key)])
+    assert_holds(store, key, 4096)
+    assert store.damaged_blocks == 0
+    assert read(store, key, 4096) is None
+    assert store.damaged_blocks == 1
+    assert list(fails) == []
+    store.close()
+
+
+def test_calls_to_a_frozen_master_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library itself waits thirty seconds."""
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "")  # so that the end of the test restores it
+    monkeypatch.delenv("MC_RPC_TIMEOUT_MS")
+    with mooncake_servers() as servers:
+        store = open_store(BackingOptions(servers.url, timeout_s=0.5))
+        key = store_key("a")
+        store.put([item(key)])
+        with servers.master.frozen():
+            begin = time.monotonic()
+            assert read(store, key, 4096) is None
+            assert store.put([item(store_key("b"))]) == [PutResult.FAILED]
+            assert time.monotonic() - begin < LATE_S
+        eventually(lambda: read(store, key, 4096) is not None, LATE_S)
         store.close()
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import xxhash
 
@@ -135,6 +137,33 @@ def test_large_block_is_split_and_put_together(empty: RedisServer, store: Any) -
     assert_holds(store, key, nbytes)
     assert store.delete([key]) == 1
     assert client.dbsize() == 0
+
+
+class _Receiving(socket.socket):
+    """Notes where it receives to."""
+
+    received: ClassVar[list[tuple[int, int]]] = []
+
+    def recv_into(self, into: Any, *more: Any) -> int:
+        address = np.frombuffer(into, np.uint8).ctypes.data
+        received = super().recv_into(into, *more)
+        self.received.append((address, received))
+        return received
+
+
+def test_block_is_received_straight_into_its_buffer(
+    empty: RedisServer, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, into = store_key("a"), np.zeros(4 * MIB, np.uint8)
+    store.put([item(key, into.nbytes)])
+    monkeypatch.setattr(_Receiving, "received", [])
+    (node,) = store.nodes.masters()
+    for connection in node._idle:
+        connection._socket = _Receiving(fileno=connection._socket.detach())
+    assert store.get([key], [memoryview(into.data)]) == [True]
+    begin, end = into.ctypes.data, into.ctypes.data + into.nbytes
+    straight = sum(n for address, n in _Receiving.received if begin <= address < end)
+    assert straight >= into.nbytes - (64 << 10), "but for what came with the header"
 
 
 def test_large_block_without_a_part_is_a_miss_and_deleted(empty: RedisServer, store: Any) -> None:
@@ -455,7 +484,7 @@ def test_hung_server_costs_a_deadline_and_then_nothing(empty: RedisServer) -> No
         assert store.is_absent
         assert time.monotonic() - begin < LATE_S
         begin = time.monotonic()
-        for _ in range(50):
+        for _ in range(200):
             assert read(store, key, 4096) is None
         assert time.monotonic() - begin < LATE_S, "the breaker is open"
     eventually(lambda: store.contains([key]) == [True])
@@ -474,6 +503,25 @@ def test_hung_server_costs_a_deadline_and_then_nothing(empty: RedisServer) -> No
 def test_server_that_is_no_redis_is_a_miss_or_an_error(answer: bytes) -> None:
     require_redis()
     assert_refused_or_missing(answer, lambda address: open_redis(f"redis://{address}", 0.5))
+
+
+@pytest.mark.parametrize("limit", ["deadline", "silence"])
+def test_server_that_stalls_within_a_value_costs_a_deadline(limit: str) -> None:
+    from vllm_tiered_kv.stores.redis.resp import RespConnection
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        connection = RespConnection(ours, 60.0 if limit == "deadline" else 0.2)
+        theirs.sendall(b"$5000\r\nabc")
+        begin = time.monotonic()
+        for work in (
+            lambda: connection.value(connection.bulk_length()),
+            lambda: connection.send([bytes(16 * MIB)]),  # which nobody reads
+        ):
+            connection.deadline = time.monotonic() + (0.2 if limit == "deadline" else 60.0)
+            with pytest.raises(TimeoutError):
+                work()
+        assert time.monotonic() - begin < LATE_S
 
 
 def test_hung_primary_takes_no_time_from_the_others(cluster: RedisCluster) -> None:

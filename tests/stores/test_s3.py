@@ -264,6 +264,9 @@ def test_prefixes_are_separate(server: S3Server, store: Any, prefix: str) -> Non
         ("s3://blocks/a//b", "is not like"),
         ("s3://blocks?endpoint=minio:9000", "endpoint=minio:9000 is not like https://host:port"),
         ("s3://blocks?endpoint=https://h/blocks", "is not like https://host:port"),
+        ("s3://blocks?endpoint=http://minio:port", "is not like https://host:port"),
+        ("s3://blocks?endpoint=http://minio:99999", "is not like https://host:port"),
+        ("s3://blocks?endpoint=http://10.0.0.256", "is not like https://host:port"),
         ("s3://blocks?endpoint=http://h&cacert=/c", "cacert is for an endpoint with https://"),
         ("s3://[blocks", "is not a URL; write [ and ] as %5B and %5D"),
         ("s3://blocks?ttl=7d", "unknown option 'ttl', expected one of endpoint, region, cacert"),
@@ -288,6 +291,20 @@ def test_endpoint_with_credentials_in_the_environment_is_refused(
     with pytest.raises(ConfigError, match="is not like https://host:port") as error:
         check(BackingOptions("s3://blocks"))
     assert "fish" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL_STS", "AWS_METADATA_ENDPOINT"])
+@pytest.mark.parametrize("address", ["sts.local:443", "", "http://10.0.0.256"])
+def test_wrong_address_of_credentials_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, address: str
+) -> None:
+    """The client library panics at it, and may take the process with it."""
+    require_s3()
+    monkeypatch.setenv(name, address)
+    with pytest.raises(ConfigError, match=f"{name} is not like https://host:port; correct or"):
+        check(BackingOptions("s3://blocks"))
+    monkeypatch.setenv(name, "http://10.0.0.255:80/")
+    check(BackingOptions("s3://blocks"))
 
 
 @pytest.mark.parametrize("more", [{"capacity_bytes": 1}, {"ttl_s": 60}])

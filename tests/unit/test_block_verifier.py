@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from vllm_tiered_kv.connector.worker.block_verifier import BlockVerifier
+from vllm_tiered_kv.connector.worker.kv_layout import StatePart
 from vllm_tiered_kv.connector.worker.number_formats import layer_numbers, number_format
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.block_compare import LayerNumbers, NumberFormat
@@ -178,7 +179,7 @@ def test_parts_of_a_recurrent_state_have_number_formats_of_their_own() -> None:
         0: BlockRuns((), 1, (("attention", 64),)),
         1: BlockRuns((), 1, (("one", 40), ("two", 80))),
     }
-    state = [(8, "torch.bfloat16"), (32, "torch.float32")]
+    state = [StatePart(8, "torch.bfloat16"), StatePart(32, "torch.float32")]
     assert layer_numbers(caches, runs, "auto", {"one": state, "two": state}) == {
         0: [LayerNumbers("attention", 64, NumberFormat.FLOAT16)],
         1: [
@@ -187,4 +188,17 @@ def test_parts_of_a_recurrent_state_have_number_formats_of_their_own() -> None:
             LayerNumbers("two", 48, NumberFormat.BFLOAT16),
             LayerNumbers("two", 80, NumberFormat.FLOAT32),
         ],
+    }
+
+
+def test_undefined_part_of_a_state_is_not_compared() -> None:
+    """A convolution keeps the inputs of drafts behind those that count."""
+    caches = {"one": SimpleNamespace(dtype="torch.int8")}
+    runs = {0: BlockRuns((), 1, (("one", 40),))}
+    state = [StatePart(8, "torch.bfloat16", False), StatePart(32, "torch.float32")]
+    assert layer_numbers(caches, runs, "auto", {"one": state}) == {
+        0: [
+            LayerNumbers("one", 8, NumberFormat.BFLOAT16, False),
+            LayerNumbers("one", 40, NumberFormat.FLOAT32),
+        ]
     }

@@ -14,6 +14,7 @@ from tests.patience import examples
 from tests.unit.simulated_engine import (
     BLOCK,
     BYTES_PER_TOKEN,
+    STEP_TOKENS,
     Decider,
     Engine,
     Model,
@@ -90,38 +91,82 @@ def test_memory_that_is_mapped_is_trusted_like_the_cpu_tier() -> None:
     mapped = Decider(trusted=(Tier.CPU, Tier.MEMORY))
     assert mapped.choose(0, 0, spans).tokens == 10240
     behind = [span(Tier.SSD, 10240)]
-    mapped.settle("r", 0, mapped.choose(0, 0, behind))
-    assert not mapped.choose(0, 0, behind).tokens, "computed to measure the model"
-    assert mapped.choose(0, 0, spans).tokens == 10240
+    assert mapped.choose(0, 0, behind).tokens == 8192, "the rest measures the model"
     assert not taught({}).choose(0, 0, spans).tokens
 
 
 @pytest.mark.parametrize("announced", [None, 3e9])
 @pytest.mark.parametrize("computes_on_cpu", [False, True])
-def test_first_load_is_the_probe(announced: float | None, computes_on_cpu: bool) -> None:
+def test_first_hits_after_start_are_loaded_and_their_ends_measure_the_model(
+    announced: float | None, computes_on_cpu: bool
+) -> None:
     """After a start neither the tier nor the model was measured."""
-    known, model = Decider(computes_on_cpu=computes_on_cpu), Model()
+    engine = Engine(lambda n: 5e9, decider=Decider(computes_on_cpu=computes_on_cpu))
     if announced is not None:
-        known.speeds[Tier.SSD].announce(announced)
-    spans = [span(Tier.SSD, 10240)]
+        engine.decider.speeds[Tier.SSD].announce(announced)
     tokens = []
-    for n in range(6):
-        chosen = known.choose(n, 0, spans)
-        known.settle(str(n), n, chosen)
-        tokens.append(chosen.tokens)
-        if chosen.tokens:
-            known.costs.ended(str(n), n, chosen, {Tier.REMOTE: 0.2})
-        elif n > 1:  # the first of them taught nothing
-            for computed in (0, 5120):
-                attended = 5120 * (computed + 2560)
-                known.costs.step_ended(5120, attended, model.step(computed, 5120))
+    for _ in range(6):
+        tokens.append(engine.decider.choose(engine.now, 0, [span(Tier.SSD, 10240)]).tokens)
+        engine.ask(10241, 10240)
+        engine.decider.costs.step_ended(1, 10241, engine.model.step(10241, 1))
     if computes_on_cpu:
-        assert tokens == [10240] * 6, "no CPU computes as fast as that"
+        assert tokens == [10240] * 6, "no CPU computes so fast that measuring pays"
     else:
-        assert tokens == [10240, 0, 0, 0, 0, 0], "the model turns out to be faster"
+        assert tokens == [8192] * 3 + [10240] * 3, "a quarter of a step is computed"
+    assert engine.probed == 0, "loads measure the tier"
     slow = Decider(computes_on_cpu=computes_on_cpu)
     slow.speeds[Tier.SSD].announce(0.2e9)
+    spans = [span(Tier.SSD, 10240)]
     assert not slow.choose(0, 0, spans).tokens, "2.9 s, against 2 s of the slowest model"
+
+
+@pytest.mark.parametrize("lengths", [(1024, 10240), (20480, 1024)])
+def test_hits_of_another_length_measure_the_model_again(lengths: tuple[int, int]) -> None:
+    engine = Engine(lambda n: 5e9)
+    for length in lengths:
+        measured = []
+        for _ in range(5):
+            spans = [span(Tier.SSD, length)]
+            measured.append(engine.decider.choose(engine.now, 0, spans).measured)
+            engine.ask(length + 1, length)
+            engine.decider.costs.step_ended(1, length, 0.008)
+        assert measured[0] == min(length, STEP_TOKENS) // 4
+        assert measured[3:] == [0, 0]
+
+
+def test_only_the_first_hit_after_a_start_is_loaded_although_computing_is_faster() -> None:
+    engine = Engine(lambda n: 1.0e9)
+    for _ in range(6):
+        engine.ask(10241, 10240)
+    assert engine.decisions[0] is Decision.SHORTEN
+    assert {Decision.LOAD, Decision.SHORTEN}.isdisjoint(engine.decisions[1:])
+
+
+def test_first_compilation_is_not_taken_for_the_prefill_speed() -> None:
+    known = Decider()
+    known.costs.step_ended(8192, 8192 * 4096, 60.0)
+    known.speeds[Tier.SSD].announce(0.2e9)
+    assert not known.choose(0, 0, [span(Tier.SSD, 10240)]).tokens, "3 s, against 2 s at most"
+
+
+def test_measurement_of_the_model_computes_at_most_half_of_a_hit_and_none_of_the_memory() -> None:
+    def measured(*spans: Span, **settings) -> int:
+        known = Decider(trusted=(Tier.CPU, Tier.MEMORY), **settings)
+        known.speeds[Tier.SSD].announce(5e9)
+        chosen = known.choose(0, 0, list(spans))
+        assert chosen.tokens + chosen.measured == chosen.held
+        return chosen.measured
+
+    assert measured(span(Tier.SSD, 102400)) == 2048, "of 8192 tokens a step"
+    assert measured(span(Tier.SSD, 1024)) == 256
+    assert measured(span(Tier.SSD, 102400), alignment=1600) == 3200
+    assert measured(span(Tier.SSD, 6400), alignment=1600) == 1600
+    assert measured(span(Tier.SSD, 1600), alignment=1600) == 0, "all of it"
+    assert measured(span(Tier.SSD, 128)) == 0, "a step of so few tokens measures nothing"
+    assert measured(span(Tier.MEMORY, 5120), span(Tier.SSD, 5120)) == 2048
+    assert measured(span(Tier.CPU, 9216), span(Tier.SSD, 1024)) == 0
+    assert measured(span(Tier.SSD, 5120), span(Tier.CPU, 5120)) == 0
+    assert measured(span(Tier.CPU, 10240)) == 0
 
 
 def test_announced_speed_counts_until_a_load_was_seen() -> None:
@@ -167,7 +212,7 @@ def test_should_prefills_never_be_seen_loads_go_on_all_the_same() -> None:
         blind.settle(f"r{n}", n, chosen)
         blind.costs.ended(f"r{n}", n, chosen, {Tier.REMOTE: 0.1})
         tokens.append(chosen.tokens)
-    assert tokens == [10240, 0, 0, 0, 10240, 10240]
+    assert tokens == [8192] * 3 + [10240] * 3
 
 
 def test_load_from_several_tiers_measures_the_unknown_one() -> None:
@@ -246,8 +291,9 @@ def test_slow_disk_costs_next_to_nothing() -> None:
     assert engine.ratio() <= 1.01
     ratios = list(map(float.__truediv__, engine.ours, engine.alone))
     assert max(ratios[1:]) <= 1.05 * 1.05  # and noise
-    assert engine.decisions[0] is Decision.LOAD, "the first load is the probe"
-    assert counts[Decision.LOAD] == 1
+    assert engine.decisions[0] is Decision.SHORTEN, "the first load is the probe"
+    assert counts[Decision.LOAD] == 0
+    assert counts[Decision.SHORTEN] == 1
     assert 0 < counts[Decision.PROBE] <= 60
     assert engine.probed <= 0.1 * counts[Decision.PROBE] * 1.3, "a daemon has others to serve"
 
@@ -267,8 +313,8 @@ def test_no_tier_makes_prompts_slower_than_they_were(
         held = BLOCK * engine.rng.randint(blocks // 2, blocks)
         engine.ask(held + engine.rng.randint(1, 40), held)
     assert engine.ratio(1) <= 1.05
-    first = engine.decisions[:4]
-    assert first.count(Decision.LOAD) <= 1 or engine.ratio() <= 1.05, "one probe at most"
+    loads = [one for one in engine.decisions[:4] if one in (Decision.LOAD, Decision.SHORTEN)]
+    assert len(loads) <= 1 or engine.ratio() <= 1.05, "one probe at most"
 
 
 @pytest.mark.parametrize("source", [Tier.MEMORY, Tier.SSD])

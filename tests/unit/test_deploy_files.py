@@ -54,7 +54,7 @@ def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
 def command_lines() -> Iterator[tuple[str, str, list[str]]]:
     """Where, which image, and what its entry point is given."""
     for name, service in COMPOSE["services"].items():
-        if "command" in service:
+        if "command" in service and "entrypoint" not in service:
             yield f"compose/{name}", service["image"], service["command"]
     for name, pod in pods():
         for one in containers(pod):
@@ -183,6 +183,18 @@ def test_services_of_compose_share_a_pid_namespace_that_outlives_each() -> None:
     assert "processes" in daemon["depends_on"]  # so it stops last
     assert "daemon" in engine["depends_on"]
     assert "pid" not in COMPOSE["services"]["processes"]
+
+
+def test_daemon_of_compose_starts_only_with_options_that_are_valid() -> None:
+    """It restarts whatever its status is, so wrong options would restart it for ever."""
+    check, daemon = (COMPOSE["services"][name] for name in ("check", "daemon"))
+    assert daemon["depends_on"]["check"] == {"condition": "service_completed_successfully"}
+    assert (check["image"], check["command"]) == (daemon["image"], daemon["command"])
+    assert "restart" not in check
+    program, *first = check["entrypoint"]
+    assert f'ENTRYPOINT ["{program}"]' in DOCKERFILE
+    assert server_cli.main([*first, *check["command"]]) == 0
+    assert server_cli.main([*first, *check["command"], "--ssd-space=much"]) == server_cli.EXIT_USAGE
 
 
 @pytest.mark.parametrize(("name", "pod"), list(pods()), ids=[name for name, _ in pods()])

@@ -107,8 +107,8 @@ def test_step_that_only_decodes_tells_now_and_then_what_a_step_costs() -> None:
         decider.clock.now += 0.008
         decider.output_received(number)
         measured += number is not None
-    assert measured == 4
-    assert decider.steps == [(1, 0.0, pytest.approx(0.008))] * 4
+    assert measured == 3 + 4, "the first ones, and then one in 16"
+    assert decider.steps == [(1, 0.0, pytest.approx(0.008))] * 7
     many = {f"d{n}": 1 for n in range(100)}
     assert all(decider.step_planned(many, {}, False) is None for _ in range(64)), (
         "these take longer"
@@ -200,6 +200,15 @@ def test_recomputed_hits_are_logged_periodically(caplog: pytest.LogCaptureFixtur
     decider.admitted("r4", Choice(420, spans), 420, True)
     ClockedDecider(load_policy="never").admitted("r5", choice, 20, True)
     assert not caplog.records
+
+
+def test_hit_that_measures_the_model_is_logged_as_such(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "vllm_tiered_kv")
+    decider = ClockedDecider()
+    choice = decider.costs.choose(0, 0, [Span(Tier.REMOTE, 80, {Tier.MEMORY: 1.0})])
+    decider.admitted("r0", choice, choice.tokens, True)
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "request r0 recomputes 16 cached tokens (memory): they measure" in line
 
 
 def test_load_without_reported_end_is_not_awaited() -> None:

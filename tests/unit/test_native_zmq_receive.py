@@ -59,6 +59,15 @@ def test_receive_leaves_frames_after_header_to_socket(bench: Bench) -> None:
     assert bench.receive(b"next")[1:3] == (b"next", 4)
 
 
+def test_drop_ends_with_message_and_waits_for_nothing(bench: Bench) -> None:
+    assert bench.receive(b"header", b"", b"two", b"three" * 20_000, b"four")[-1]
+    assert bench.receiver.drop(2) == (2, 3, True)
+    assert bench.receiver.drop(0) == (0, 0, True)
+    assert bench.receiver.drop(100) == (2, 100_004, False)
+    assert bench.receive(b"next")[1:3] == (b"next", 4)
+    assert bench.receiver.drop(1) == (0, 0, True), "there is none"
+
+
 @pytest.mark.parametrize("size", [9, 10, 11, 70_000])
 def test_receive_returns_beginning_of_long_header(bench: Bench, size: int) -> None:
     assert bench.receive(b"h" * size, most=10)[1:3] == (b"h" * min(size, 10), size)

@@ -123,15 +123,36 @@ def test_short_steps_say_nothing_about_long_prompts_and_do_not_push_out_what_doe
     prefill = PrefillRate(STEP_TOKENS)
     for _ in range(50):
         prefill.observe(20, 20 * 5010, model.step(5000, 20))
-    assert not prefill.knows(10240)
+    assert not prefill.knows(0, 10240)
     assert prefill.seconds(0, 10240) < 0.1  # rather too little than hours
     for _ in range(3):
         prefill.observe(8192, 8192 * 4096, model.step(0, 8192))
     for _ in range(50):
         prefill.observe(400, 400 * 8200, model.step(8000, 400))
         prefill.observe(20, 20 * 5010, model.step(5000, 20))
-    assert prefill.knows(10240)
+    assert prefill.knows(0, 10240)
     assert prefill.seconds(0, 8192) == pytest.approx(model.step(0, 8192), rel=0.2)
+
+
+@pytest.mark.parametrize("length", [8192, 20480, 102400])
+@pytest.mark.parametrize("attended_s", [0.0, 1e-9])
+def test_steps_at_the_end_of_a_prompt_tell_what_all_of_it_takes(
+    length: int, attended_s: float
+) -> None:
+    """All before is loaded. What its tokens cost is not seen, only that they cost no more."""
+    model = Model(attended_s=attended_s)
+    prefill = PrefillRate(STEP_TOKENS)
+    tokens = prefill.comparable(length)
+    for _ in range(3):
+        assert not prefill.knows(0, length)
+        prefill.observe(1, length, model.step(length, 1))
+        computed = length - tokens
+        prefill.observe(tokens, tokens * (computed + tokens / 2), model.step(computed, tokens))
+    assert prefill.knows(0, length)
+    steps = [(start, min(STEP_TOKENS, length - start)) for start in range(0, length, STEP_TOKENS)]
+    expected = sum(model.step(*step) for step in steps)
+    assert prefill.seconds(0, length) == pytest.approx(expected, rel=0.3)
+    assert not prefill.knows(0, length // 2), "nothing was seen there"
 
 
 def test_speed_that_is_shown_is_that_of_the_loads_there_were() -> None:

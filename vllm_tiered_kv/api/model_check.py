@@ -32,8 +32,8 @@ VERDICTS = {
     LayerKind.RECURRENT: Verdict(
         True,
         "MambaSpec",
-        "recurrent state is cached with vLLM's prefix caching (--enable-prefix-caching), and not "
-        "with speculative decoding",
+        "recurrent state is cached with vLLM's prefix caching (--enable-prefix-caching); with "
+        "speculative decoding only that of Mamba 2 and GDN",
     ),
     LayerKind.LATENT_WINDOW: Verdict(True, "SlidingWindowMLASpec"),
     LayerKind.REPLAYED_WINDOW: Verdict(

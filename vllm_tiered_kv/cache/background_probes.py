@@ -34,6 +34,8 @@ class BackgroundProbes:
 
     def added(self, now: float, choice: Choice) -> Choice:
         """Returns the choice with the probe, if any, of tokens that it does not load."""
+        if choice.measured:  # the load is under way, and measures the tier
+            return choice
         start = choice.tokens
         for part in between(start, choice.held, choice.spans):
             places = major_places([part]) - self._costs.trusted

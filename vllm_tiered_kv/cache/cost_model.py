@@ -11,6 +11,8 @@ Memory on this host (the CPU tier and a mapped daemon's memory) is trusted: bloc
 loaded. Its copies run at bus speed. If they seem slow, they wait for the steps of a busy engine,
 and computing instead would make it even busier.
 
+While the prefill speed is not known, the end of a hit is computed, which measures it.
+
 The module reads no clock: callers pass times and lengths.
 """
 
@@ -62,6 +64,8 @@ class Choice:
     probed: range = range(0)
     """The cached tokens whose blocks a background probe fetches to measure a tier."""
     probed_place: Tier | None = None
+    measured: int = 0
+    """How many cached tokens after `tokens` are computed to measure the prefill speed."""
 
     @property
     def held(self) -> int:
@@ -167,6 +171,7 @@ class PrefillRate:
         self._small_steps: deque[float] = deque(maxlen=_WINDOW)
         self._by_length: dict[int, deque[tuple[int, float]]] = {}
         self._largest = 0
+        self._start: float | None = None  # the first position at which tokens were measured
         self._count = 0
         self._step_s = 0.0
         self._token_s: dict[int, float] = {}
@@ -182,6 +187,8 @@ class PrefillRate:
             samples = self._by_length.setdefault(int(before).bit_length(), deque(maxlen=_WINDOW))
             samples.append((tokens, seconds))
             self._largest = max(self._largest, tokens)
+            start = max(0.0, before - tokens / 2)
+            self._start = start if self._start is None else min(self._start, start)
             self._count += 1
         # Here and not in `seconds`, for which a request waits.
         self._estimate()
@@ -190,10 +197,19 @@ class PrefillRate:
         """Whether a step of this many tokens costs about as much as an empty one."""
         return tokens <= max(1, self._step_tokens // _SMALL_FRACTION)
 
-    def knows(self, tokens: int) -> bool:
-        """Whether enough steps were measured, including one comparable to this many tokens."""
-        is_seen = _COMPARABLE * self._largest >= min(tokens, self._step_tokens)
-        return self._count >= ENOUGH and is_seen
+    def needs_small_steps(self) -> bool:
+        return len(self._small_steps) < ENOUGH
+
+    def comparable(self, end: int) -> int:
+        """The fewest tokens before `end` that measure the model if one step computes them."""
+        return -(-min(end, self._step_tokens) // _COMPARABLE)
+
+    def knows(self, computed: int, tokens: int) -> bool:
+        """Whether enough steps were measured, including one comparable to this many tokens and one
+        that is not beyond their end."""
+        is_seen = self._largest >= self.comparable(tokens)
+        is_before = self._start is not None and self._start <= computed + tokens
+        return self._count >= ENOUGH and is_seen and is_before
 
     def seconds(self, computed: int, tokens: float) -> float:
         """Estimates the time to compute tokens that follow `computed` others."""
@@ -204,8 +220,15 @@ class PrefillRate:
         while position < end:
             length = int(position).bit_length()
             stop = min(end, 2.0**length)
+            if self._start and position < self._start:
+                stop = min(stop, self._start)
             nearest = min(self._token_s, key=lambda known: abs(known - length))
-            total += (stop - position) * self._token_s[nearest]
+            token_s = self._token_s[nearest]
+            if self._start and stop <= self._start:
+                # Nothing so near to the start was measured. Between a cost that is the same
+                # everywhere and one that grows with the position, assume the mean.
+                token_s *= 0.5 + 0.25 * (position + stop) / self._start
+            total += (stop - position) * token_s
             position = stop
         return total
 
@@ -260,7 +283,7 @@ class CostModel:
         """Loads in flight from slower tiers, with the expected seconds of each."""
         self.measured_at = float("-inf")  # when the last of them ended
         self._head_since = 0.0  # when the tier started with the first of them
-        self._unmeasured = 0  # requests decided without a known prefill rate
+        self._tails = 0  # computed to measure the model, since a step last measured it
 
     # ---- before a load --------------------------------------------------------------------------
 
@@ -277,12 +300,23 @@ class CostModel:
             stop = max(0, end - (computed + end) % self._alignment)
             if stop > loaded and self._pays(now, computed, loaded, stop, spans[:number]):
                 loaded = stop
-        return Choice(loaded, spans)
+        tail = self._measuring_tail(computed, loaded, spans)
+        return Choice(loaded - tail, spans, measured=tail)
 
     def compute_seconds(self, computed: int, tokens: int) -> float | None:
         """Estimates the time to compute tokens; None while no comparable prefill was measured."""
-        known = self.prefill.knows(tokens)
+        known = self.prefill.knows(computed, tokens)
         return self.prefill.seconds(computed, tokens) if known else None
+
+    def expected_compute_seconds(self, computed: int, tokens: int) -> float:
+        """The same, or what is assumed before. A first measurement may be too long, because it
+        includes a compilation, but it is not too short."""
+        known_s = self.compute_seconds(computed, tokens)
+        if known_s is not None:
+            return known_s
+        assumed_s = tokens / _ASSUMED_PREFILL
+        seen_s = 0.0 if self._computes_on_cpu else self.prefill.seconds(computed, tokens)
+        return min(assumed_s, seen_s) if seen_s else assumed_s
 
     def load_seconds(self, now: float, tokens: int, spans: Sequence[Span]) -> float:
         """Estimates the time to load the first `tokens` of the spans, behind loads in flight.
@@ -305,17 +339,26 @@ class CostModel:
         load_s = self.load_seconds(now, end, spans)
         if load_s > self._longest_load_s:
             return False
-        saved_s = self.compute_seconds(computed + loaded, end - loaded)
-        if saved_s is None:
-            # The first request loads, which measures the tier. The next few compute, which measures
-            # the model; if that gives no rate, all later ones load. A model on a CPU is slower than
-            # assumed, so that no request has to compute to find out.
-            if not self._computes_on_cpu and 0 < self._unmeasured <= ENOUGH:
-                return False
-            saved_s = (end - loaded) / _ASSUMED_PREFILL
-        elif not all(map(self.is_known, places)):
+        is_model_known = self.prefill.knows(computed + loaded, end - loaded)
+        if is_model_known and not all(map(self.is_known, places)):
             return False  # a background probe measures the place
+        saved_s = self.expected_compute_seconds(computed + loaded, end - loaded)
         return load_s - self.load_seconds(now, loaded, spans) <= _MARGIN * saved_s
+
+    def _measuring_tail(self, computed: int, loaded: int, spans: Sequence[Span]) -> int:
+        """How many of the tokens to load are computed instead, because the prefill speed is not
+        known: the last ones, as few as measure it, and none if too many of these gave no
+        measurement. A model on a CPU is slower than assumed, so that there is nothing to measure.
+        """
+        end = computed + loaded
+        if self._computes_on_cpu or self._tails >= ENOUGH or self.prefill.knows(computed, loaded):
+            return 0
+        least = self.prefill.comparable(end)
+        tail = -(-least // self._alignment) * self._alignment
+        parts = between(loaded - tail, loaded, spans)
+        if any(major_places([part]) <= self.trusted for part in parts):
+            return 0
+        return tail if 2 * tail <= loaded and not self.prefill.is_small(tail) else 0
 
     # ---- a load and its end ---------------------------------------------------------------------
 
@@ -323,8 +366,7 @@ class CostModel:
         """The request was admitted with this choice; if it loads anything, `ended` follows."""
         if self._policy is not LoadPolicy.AUTO:
             return
-        if not major_places(choice.spans) <= self.trusted:
-            self._unmeasured += not self.prefill.knows(choice.held)
+        self._tails += bool(choice.measured)
         service_s = self._service_s(choice.tokens, choice.spans)
         if service_s:
             self._head_since = self._head_since if self.loads else now
@@ -359,7 +401,7 @@ class CostModel:
         """A step was computed; see `PrefillRate.observe`."""
         self.prefill.observe(tokens, attended, seconds)
         if not self.prefill.is_small(tokens):
-            self._unmeasured = min(self._unmeasured, 1)
+            self._tails = 0
 
     def _waiting_s(self, now: float) -> float:
         """Estimates the wait before a new load starts; loads are served in order. A late load is

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 # They limit themselves, or their owner does; a folder needs a daemon's garbage collector.
 _SCHEMES = ("mooncake", "redis", "rediss", "s3")
+_DAEMONS = ("tcp", "ipc")
 _MAX_TIMEOUT_S = 2.0  # for an answer of the store; a load may need several
 _OPEN_AGAIN_S = 60.0  # after a refusal, which an operator has to mend
 _MAX_LATE = 8  # transfers past their deadline; beyond it the store counts as down
@@ -46,6 +47,18 @@ _Result = TypeVar("_Result")
 
 def is_direct(address: str) -> bool:
     return address.partition("://")[0] in _SCHEMES
+
+
+def require_known_schemes(addresses: Iterable[str]) -> None:
+    """Raises ConfigError for a URL that is neither that of a daemon nor that of a store."""
+    for address in addresses:
+        scheme, separator, _ = address.partition("://")
+        if separator and scheme not in (*_DAEMONS, *_SCHEMES):
+            raise ConfigError(
+                "remote",
+                f"{redacted(address)!r} is not an address; that of a daemon starts with tcp:// or "
+                f"ipc://, that of a store with {registry.described(_SCHEMES)}",
+            )
 
 
 def open_direct(config: TieredKVConfig, identity: EngineIdentity) -> ServerGroup[DirectStore]:

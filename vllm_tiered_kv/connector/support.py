@@ -36,6 +36,11 @@ _SPECULATIVE_METHODS = frozenset(
 """vLLM's speculative methods whose engines are cached."""
 
 
+_DRAFTED_STATES = frozenset({"MAMBA2", "GDN_ATTN"})
+"""Kinds of recurrent layers (vLLM's MambaAttentionBackendEnum) that are cached with speculative
+decoding: their kernels keep a state for each drafted token."""
+
+
 def require_supported_vllm(version: str, base: type) -> str | None:
     """Raises for a vLLM that cannot work; returns a warning for one that was not tested.
 
@@ -197,13 +202,37 @@ def _why_not_recurrent(vllm_config: VllmConfig, specs: Sequence[MambaSpec]) -> s
             "recurrent state (Mamba, linear attention) is cached only with vLLM's prefix caching; "
             "set --enable-prefix-caching"
         )
-    if vllm_config.speculative_config is not None or any(
-        spec.num_speculative_blocks for spec in specs
-    ):
-        return "recurrent state (Mamba, linear attention) is not cached with speculative decoding"
+    if vllm_config.speculative_config is not None:
+        unusable = _why_not_recurrent_drafts(vllm_config, specs)
+        if unusable is not None:
+            return unusable
     if not hasattr(KVConnectorBase_V1, "get_loaded_kv_cache_group_ids"):
         # vLLM would clear blocks while they are loaded.
         return "recurrent state (Mamba, linear attention) is cached only with vLLM 0.32 or newer"
+    return None
+
+
+def _why_not_recurrent_drafts(vllm_config: VllmConfig, specs: Sequence[MambaSpec]) -> str | None:
+    """The reason why recurrent states are not cached beside speculative decoding, or None if they
+    can be. vLLM then keeps a state for each drafted token, and copies the right one to a block's
+    boundary after it has sampled."""
+    if any(spec.mamba_type.name not in _DRAFTED_STATES for spec in specs):
+        # Its kernels keep no state for each draft, so rejected ones stay in the state.
+        return (
+            "recurrent state of this kind is not cached with speculative decoding, only that of "
+            "Mamba 2 and GDN"
+        )
+    if not vllm_config.model_config.is_hybrid:
+        # Model Runner V1 copies no states in such models, so blocks with a hash may hold others.
+        return (
+            "recurrent state is cached with speculative decoding only in models that have attention"
+        )
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        # All ranks but the last learn what was accepted only after the step's stores.
+        return (
+            "recurrent state is not cached with speculative decoding and pipeline parallelism; use "
+            "--tensor-parallel-size alone"
+        )
     return None
 
 

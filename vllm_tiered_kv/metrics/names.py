@@ -176,7 +176,7 @@ WOULD_HIT_TOKENS = Metric(
 RECOMPUTED_TOKENS = _counter(
     "recomputed_tokens",
     "Prompt tokens that a tier held but that were computed, because that was expected to "
-    "be faster or to verify the tier.",
+    "be faster, to verify the tier or to measure the prefill speed.",
     *(_CPU, _REMOTE),
 )
 HIT_BLOCKS = _counter(

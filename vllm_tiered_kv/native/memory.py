@@ -39,6 +39,33 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
 
+class _MallInfo(ctypes.Structure):
+    """struct mallinfo2 of malloc.h."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+@functools.cache
+def _mallinfo() -> Callable[[], _MallInfo] | None:
+    try:
+        function = ctypes.CDLL(None).mallinfo2
+    except (OSError, AttributeError):
+        return None
+    function.restype = _MallInfo
+    return function
+
+
+def allocated_bytes() -> int | None:
+    """What malloc has handed out and not got back, without free memory that it keeps; None without
+    glibc 2.33."""
+    function = _mallinfo()
+    if function is None:
+        return None
+    info = function()
+    return int(info.uordblks + info.hblkhd)
+
+
 @functools.cache
 def keep_large_buffers() -> bool:
     """Applies the settings once per process; False if the C library does not support them."""

@@ -66,6 +66,7 @@ _IDLE_SESSION_S = 24 * 3600.0
 _REPLY_GRACE_S = 10.0  # for replies in flight when the daemon is told to stop
 _THREAD_RETRY_S = 1.0  # after no thread could be started
 _SLOW_LOOP_S = 15.0
+_INDEX_BYTES = 600  # for each block of a tier; an upper bound, also while an index grows
 _MAX_SILENT_SHOWN = 20  # keeps the reply short
 _EXTRA_CONNECTIONS = 1024  # on top of sessions: a connection exists before and after its session
 
@@ -110,6 +111,7 @@ class Daemon:
             has_session=lambda peer: self._sessions.get(peer) is not None,
             on_client_shed=lambda peer, why: self._gateway.drop_client(peer, why),
             on_closed=lambda peer: self._outbox.connection_closed(peer),
+            index_bytes=self._index_bytes,
         )
         self._path_locks: list[SocketPathLock] = []
         self._listeners: list[Listener] = []
@@ -393,6 +395,13 @@ class Daemon:
         yield names.REPLY_BYTES, (), self._outbox.claimed_bytes
         yield names.PUT_BYTES, (), self._handlers.put_bytes
         yield names.NETWORK_BYTES, (), self._network.total
+
+    def _index_bytes(self) -> int:
+        """An upper bound of what the indexes of the tiers use."""
+        if self._opened is None:
+            return 0
+        stores = (self._opened.memory, self._opened.ssd)
+        return _INDEX_BYTES * sum(store.usage().blocks for store in stores if store is not None)
 
     def _details(self) -> Iterator[Sample]:
         yield names.BUILD_INFO, (__version__,), 1

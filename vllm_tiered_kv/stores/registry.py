@@ -8,7 +8,7 @@ add an entry to `_SCHEMES` and, if it needs a library, an extra to `pyproject.to
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -99,14 +99,20 @@ def open_store(
     return _module_of(options.url).open_store(options, on_unanswered)
 
 
+def described(schemes: Iterable[str]) -> str:
+    """These schemes, with what they need, as an error lists them."""
+    extras = {name: _SCHEMES[name].extra for name in schemes}
+    return ", ".join(
+        f"{name}://" + (f" (needs {_INSTALL.format(extra)})" if extra else "")
+        for name, extra in extras.items()
+    )
+
+
 def _module_of(url: str) -> StoreModule:
     name, separator, _ = url.partition("://")
     scheme = _SCHEMES.get(name) if separator else None
     if scheme is None:
-        known = ", ".join(
-            f"{name}://" + (f" (needs {_INSTALL.format(scheme.extra)})" if scheme.extra else "")
-            for name, scheme in _SCHEMES.items()
-        )
+        known = described(_SCHEMES)
         raise ConfigError("backing", f"{redacted(url)!r} must start with one of {known}")
     try:
         return cast(StoreModule, importlib.import_module(scheme.module))

@@ -6,6 +6,7 @@ A *step load* runs in the step that computes the request: the forward waits for 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
@@ -220,6 +221,11 @@ class LoadPlanner:
             )
             return 0
         choice = self.load_policy.choose(state, computed, loadable, daemon_ranges)
+        if choice.measured:
+            shorter = self._find(state, computed, computed + choice.tokens, daemon_ranges)
+            if shorter < choice.tokens:  # no window or state ends there; load all
+                loaded = choice.tokens + choice.measured
+                choice = dataclasses.replace(choice, tokens=loaded, measured=0)
         if choice.tokens < loadable:
             # Windows need other blocks at the end of a shorter prefix.
             loadable = self._find(state, computed, computed + choice.tokens, daemon_ranges)
@@ -297,6 +303,8 @@ class LoadPlanner:
             self._alignment,
             daemon_ranges,
         )
+        # vLLM's own cache, which may hold the blocks too by then, finds a block less with EAGLE.
+        shared -= self._alignment * self._engine.drops_last_block
         request = state.request
         if shared > max(found, request.shared_prefix_boundary):
             request.shared_prefix_boundary = shared

@@ -177,13 +177,13 @@ class LoadDecider:
         rest = between(choice.tokens, choice.held, choice.spans)
         places = major_places(rest)
         tokens = choice.held - choice.tokens
-        compute_s = self.costs.compute_seconds(0, tokens)
-        if not all(map(self.costs.is_known, places)):
+        if choice.measured:
+            why = "they measure the prefill speed, which is not known yet"
+        elif not all(map(self.costs.is_known, places)):
             why = "the load speed of this tier is not known yet"
-        elif compute_s is None:
-            why = "the prefill speed is not known yet"
         else:
             load_s = self.costs.load_seconds(now, tokens, rest)
+            compute_s = self.costs.expected_compute_seconds(0, tokens)
             why = f"loading would take about {load_s:.3f} s, computing {compute_s:.3f} s"
         logger.info(
             "request %s recomputes %d cached tokens (%s): %s (%d such requests since the last "
@@ -252,7 +252,7 @@ class LoadDecider:
                     attended += count * (computed + count / 2)
         total = sum(scheduled.values())
         if self.costs.prefill.is_small(total):
-            if self._forwards % _RECENT:
+            if self._forwards % _RECENT and not self.costs.prefill.needs_small_steps():
                 return None
             tokens = total
         elif tokens < _PREFILL_SHARE * total:

@@ -111,6 +111,9 @@ class StoreState:
 
     planned: Counter[int] = field(default_factory=Counter)  # by group: blocks stored or planned
     has_tail: bool = False  # the tail is planned, or was dropped
+    states: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By group and position: GPU blocks with a recurrent state that vLLM has kept. The table of the
+    request may not have them any more."""
     closed: DropReason | None = None
     """Why no further blocks are stored: after a block that is not stored, later ones could never be
     found."""

@@ -240,6 +240,10 @@ class SchedulerHalf:
             self.once.step_planned(
                 counts, lambda name: self._requests[name].request.num_computed_tokens + counts[name]
             )
+        offered = getattr(scheduler_output, "kv_connector_block_state", None)  # from 0.32 on
+        for request_id, kept in offered.boundary_state_offloads.items() if offered else ():
+            if request_id in self._requests:
+                self.stores.states_kept(self._requests[request_id], kept)
         for request_id, scheduled in counts.items():
             self._plan_stores(request_id, scheduled)
         self.stores.store_unowned(self.stores.has_deferred and self._awaits_first_token(counts))

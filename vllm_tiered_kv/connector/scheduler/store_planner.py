@@ -9,6 +9,8 @@
   multiples of the largest block size, and a short window reaches few of the blocks between.
 - vLLM keeps the state of recurrent layers at some block boundaries only, and uses other blocks as
   scratch. A block that has vLLM's hash of a boundary holds the state there; no others are stored.
+  With drafts a step may pass a boundary by several tokens. vLLM then drops the block of the state
+  from the request's table before the step is planned, but names it among those it has kept.
 - A request whose blocks were all GPU hits rarely has anything to store. Its stores are not planned
   while it waits for its first token. If it ends before they are, they are deferred, and later
   planned for the blocks that still have vLLM's hash. Lazy stores check the same hash.
@@ -116,6 +118,13 @@ class StorePlanner:
         """Plans stores of the blocks that this step's forward fills. They start after it."""
         new = [ids_of(blocks) for blocks in self._unplanned_blocks(state, tables, ready_tokens)]
         self._store_next(state, new)
+
+    def states_kept(self, state: RequestState, kept: Iterable[tuple[int, int, int]]) -> None:
+        """vLLM has kept recurrent states of a request: group, GPU block and tokens of each."""
+        for group_id, block_id, tokens in kept:
+            position, rest = divmod(tokens, self._groups[group_id].block_size)
+            if not rest and position > state.store.planned[group_id]:
+                state.store.states[group_id, position - 1] = block_id
 
     def store_tail(self, state: RequestState, tail: Tail, table: Sequence[KVCacheBlock]) -> None:
         """Plans a store of the prompt's tail, once its tokens are computed. They do not change
@@ -240,6 +249,10 @@ class StorePlanner:
         for group, ids in zip(self._groups, tables, strict=True):
             if group.is_recurrent:
                 start = state.store.planned[group.group_id]
+                ids = [
+                    state.store.states.pop((group.group_id, position), block_id)
+                    for position, block_id in enumerate(ids, start)
+                ]
                 for position in self._states(state, group, start, ids):
                     state.store.planned[group.group_id] = position
                     self._store_or_observe(state, group, [ids[position - start]])

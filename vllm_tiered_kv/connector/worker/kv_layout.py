@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_tiered_kv.cache.planner import STATE_WINDOW
 from vllm_tiered_kv.core.layout import BlockRuns, StridedView, block_runs, shard_layout
@@ -90,17 +90,32 @@ def _groups_of_kind(kv_cache_config: KVCacheConfig, kind: type[KVCacheSpec]) -> 
     ]
 
 
-def state_parts(kv_cache_config: KVCacheConfig) -> dict[str, list[tuple[int, str]]]:
-    """Returns the parts of each recurrent layer's state (of its convolution, of its recurrence), as
-    they follow each other in a block: bytes and dtype. vLLM registers the whole as bytes."""
-    parts: dict[str, list[tuple[int, str]]] = {}
+class StatePart(NamedTuple):
+    """A part of a recurrent layer's state: of its convolution, or of its recurrence."""
+
+    nbytes: int
+    dtype: str
+    is_defined: bool = True  # in all its bytes
+
+
+def state_parts(kv_cache_config: KVCacheConfig) -> dict[str, list[StatePart]]:
+    """Returns the parts of each recurrent layer's state, as they follow each other in a block. vLLM
+    registers the whole as bytes. With speculative decoding those of convolutions, all but the last,
+    end with the inputs of drafts, which are undefined in a state that is cached."""
+    parts: dict[str, list[StatePart]] = {}
     for group in kv_cache_config.kv_cache_groups:
         for name in _own_layers(kv_cache_config, group.layer_names):
             spec = _layer_spec(group.kv_cache_spec, name)
             if _is_recurrent(spec):
                 parts[name] = [
-                    (math.prod(shape) * dtype.itemsize, str(dtype))
-                    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+                    StatePart(
+                        math.prod(shape) * dtype.itemsize,
+                        str(dtype),
+                        number == len(spec.shapes) or not spec.num_speculative_blocks,
+                    )
+                    for number, (shape, dtype) in enumerate(
+                        zip(spec.shapes, spec.dtypes, strict=True), 1
+                    )
                 ]
     return parts
 

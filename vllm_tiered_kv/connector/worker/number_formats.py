@@ -11,6 +11,8 @@ from vllm_tiered_kv.core.layout import BlockRuns
 if TYPE_CHECKING:
     import torch
 
+    from vllm_tiered_kv.connector.worker.kv_layout import StatePart
+
 _BY_DTYPE = {
     "torch.float32": NumberFormat.FLOAT32,
     "torch.float16": NumberFormat.FLOAT16,
@@ -45,7 +47,7 @@ def layer_numbers(
     kv_caches: Mapping[str, torch.Tensor],
     runs: Mapping[int, BlockRuns],
     cache_dtype: str,
-    state_parts: Mapping[str, Sequence[tuple[int, str]]],
+    state_parts: Mapping[str, Sequence[StatePart]],
     is_compared: Callable[[str], bool] = lambda name: True,
 ) -> dict[int, list[LayerNumbers]]:
     """Returns the layers of a block with their number formats, per group. The parts of a recurrent
@@ -58,10 +60,11 @@ def layer_numbers(
             dtype = str(kv_caches[name].dtype)
             yield LayerNumbers(name, end, number_format(dtype, cache_dtype), is_compared(name))
             return
-        at = end - sum(nbytes for nbytes, _ in parts)
-        for nbytes, dtype in parts:
-            at += nbytes
-            yield LayerNumbers(name, at, number_format(dtype, cache_dtype), is_compared(name))
+        at = end - sum(part.nbytes for part in parts)
+        for part in parts:
+            at += part.nbytes
+            numbers = number_format(part.dtype, cache_dtype)
+            yield LayerNumbers(name, at, numbers, is_compared(name) and part.is_defined)
 
     return {
         group_id: [numbers for name, end in group.layer_ends for numbers in numbers_of(name, end)]

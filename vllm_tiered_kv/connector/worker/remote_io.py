@@ -6,7 +6,12 @@ import time
 from collections.abc import Callable
 
 from vllm_tiered_kv.config import TieredKVConfig
-from vllm_tiered_kv.connector.direct_store import DirectStore, is_direct, open_direct
+from vllm_tiered_kv.connector.direct_store import (
+    DirectStore,
+    is_direct,
+    open_direct,
+    require_known_schemes,
+)
 from vllm_tiered_kv.connector.identity.shard import Holding, Shard
 from vllm_tiered_kv.connector.worker.fetch_worker import FetchWorker
 from vllm_tiered_kv.connector.worker.put_worker import PutWorker
@@ -28,6 +33,7 @@ _OTHER_CONNECTIONS = 4  # for puts and lookups, in addition to the connections o
 
 def open_cluster(config: TieredKVConfig, identity: EngineIdentity) -> ServerGroup[BlockServer]:
     """The servers that `remote` names. Raises ConfigError."""
+    require_known_schemes(config.remote)
     if any(map(is_direct, config.remote)):
         return open_direct(config, identity)
     keys = None

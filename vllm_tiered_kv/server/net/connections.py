@@ -10,6 +10,12 @@ in full. The daemon closes a connection if
 - messages exceed the network memory limit and this client uses the most.
 A well-behaved client reconnects and sends `hello` again.
 
+zmq uses at least 64 bytes for each part of a message, and a part may take 2 bytes on the wire. What
+unfinished messages really need is therefore measured, as the memory that malloc has handed out
+since they began and that is not accounted for otherwise. The kernel counts no bytes of ipc
+connections, so their clients are suspected when there is more of it than all tcp connections
+explain and they have sent no message meanwhile.
+
 A listener may also have complete messages waiting. zmq fair-queues over connections, so after a
 full round of messages each connection that had one waiting has delivered it.
 """
@@ -23,6 +29,7 @@ import logging
 import os
 import socket
 import struct
+import sys
 import termios
 import threading
 import time
@@ -34,7 +41,7 @@ import zmq
 
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.native.memory import trim
+from vllm_tiered_kv.native.memory import allocated_bytes, trim
 from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory
 from vllm_tiered_kv.server.net.reactor import Reactor
@@ -58,6 +65,9 @@ _TRIM_DELAY_S = 10.0  # how long memory use must be low before the heap is trimm
 _TRIM_PEAK_BYTES = 256 << 20
 _FRAME_BYTES = 64  # upper bound for the overhead of a frame on the wire, also with encryption
 _HEARTBEAT_BYTES = 64  # per second
+_PART_FACTOR = 32  # zmq uses 64 bytes for a part, which takes at least 2 bytes on the wire
+_SUSPECT_SILENCE_S = 1.0  # of an ipc client
+_OTHER_BYTES = 256 << 20  # growth that ipc clients are not suspected of, as of buffers of the tiers
 _RECEIVED = struct.Struct("=Q")  # tcpi_bytes_received of struct tcp_info; since Linux 4.1
 _RECEIVED_AT = 128
 _INFO_BYTES = _RECEIVED_AT + _RECEIVED.size
@@ -76,6 +86,9 @@ class _Connection:
     unfinished: int = 0  # bytes read but not delivered, as of the last check
     last_unfinished: int = 0  # the same as of the check before
     had_message: bool = False  # delivered a message since the last check
+    silent_s: float = 0.0  # over ipc, since it delivered a message
+    others_bytes: int = sys.maxsize  # unexplained memory when the unfinished message began
+    part_bytes: int = 0  # estimated memory of the unfinished message's parts, beyond its bytes
 
 
 class Connections:
@@ -94,8 +107,10 @@ class Connections:
         has_session: Callable[[Peer], bool] = lambda peer: True,
         on_client_shed: Callable[[Peer, str], None] = lambda peer, why: None,
         on_closed: Callable[[Peer], None] = lambda peer: None,
+        index_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`on_client_shed` is called with the reason for a client that is disconnected because
+        """`index_bytes` returns an upper bound of the memory of the tiers' indexes.
+        `on_client_shed` is called with the reason for a client that is disconnected because
         messages use too much memory; `on_closed` when the connection of a client has ended."""
         self._reactor = reactor
         self._network = network
@@ -118,6 +133,9 @@ class Connections:
         self._last_shed_log = 0.0
         self._peak = 0  # of network memory, since the last trim
         self._quiet_s = 0.0
+        self._index_bytes = index_bytes
+        self._unexplained = sys.maxsize  # memory that nothing accounts for, at the last check
+        self._is_freeing = False  # memory of closed connections
         self.has_session = has_session
         self.on_client_shed = on_client_shed
         self.on_closed = on_closed
@@ -197,7 +215,7 @@ class Connections:
         if inode is None:  # closed already
             return
         self._forget(descriptor)
-        self._open[descriptor] = _Connection(listener, inode)
+        self._open[descriptor] = _Connection(listener, inode, others_bytes=self._unexplained)
         if len(self._open) > self._max_connections:
             self._too_many += 1
             self._disconnect(descriptor)
@@ -244,7 +262,11 @@ class Connections:
                 self._disconnect(descriptor)
         for why, count in (+reasons).items():
             logger.info("closed %d connections: %s", count, why)
-        self._network.unfinished = sum(one.unfinished for one in self._open.values())
+        self._estimate_parts(elapsed)
+        self._network.unfinished = sum(
+            one.unfinished + one.part_bytes for one in self._open.values()
+        )
+        self._shed_silent()
         self._shed()
         self._log_shed()
         self._trim_heap(elapsed)
@@ -267,8 +289,9 @@ class Connections:
         for descriptor, one in self._open.items():
             peer = Peer(one.listener, one.identity or b"")
             held = network.held_by(peer)
-            connected += one.unfinished + held
-            weight = one.unfinished * (1 + one.unfinished_s) + held
+            unfinished = one.unfinished + one.part_bytes
+            connected += unfinished + held
+            weight = unfinished * (1 + one.unfinished_s) + held
             weights.append((weight, descriptor, one, peer))
         # What clients have left behind does not end with the connections of others: these keep
         # half of the limit, instead of being disconnected in vain.
@@ -276,13 +299,69 @@ class Connections:
         for weight, descriptor, one, peer in sorted(weights, key=lambda entry: -entry[0]):
             if network.total <= limit or not weight:  # nothing would be gained
                 break
-            network.unfinished -= one.unfinished
-            network.mark_disconnected(peer)
-            self._disconnect(descriptor)
-            self._ending[descriptor] = one.inode
-            self.on_client_shed(peer, "network memory is full and this client uses the most")
-            self._recorder.add(names.CLIENTS_DROPPED, 1)
-            self._shed_count += 1
+            network.unfinished -= one.unfinished + one.part_bytes
+            self._shed_client(descriptor, peer)
+        self._has_shed = True
+
+    def _shed_client(self, descriptor: int, peer: Peer) -> None:
+        self._network.mark_disconnected(peer)
+        self._disconnect(descriptor)
+        self.on_client_shed(peer, "network memory is full and this client uses the most")
+        self._recorder.add(names.CLIENTS_DROPPED, 1)
+        self._shed_count += 1
+
+    def _measure(self) -> int:
+        """Memory that is neither the indexes' nor payloads and replies nor bytes of unfinished
+        messages. Most of it is always there; only its growth means something."""
+        unfinished = sum(one.unfinished for one in self._open.values())
+        allocated = allocated_bytes() or 0
+        return allocated - self._network.buffers - unfinished - self._index_bytes()
+
+    def _estimate_parts(self, elapsed: float) -> None:
+        """Divides the memory that has grown since unfinished messages began among them."""
+        before, now = self._unexplained, self._measure()
+        self._unexplained = now
+        # Until zmq has closed a connection and freed its messages, others must not pay for it.
+        self._is_freeing = self._awaits_close() or now < before
+        limits: dict[_Connection, int] = {}
+        for one in self._open.values():
+            one.others_bytes = min(one.others_bytes, now)
+            if one.listener.is_local:
+                one.silent_s = 0.0 if one.had_message else one.silent_s + elapsed
+                if one.had_message:
+                    one.others_bytes = min(before, now)
+                one.had_message = False
+                continue
+            if not one.unfinished_s:
+                one.others_bytes = min(before, now)
+            if one.unfinished > _MIN_UNFINISHED_BYTES:
+                limits[one] = min(_PART_FACTOR * one.unfinished, now - one.others_bytes)
+            else:
+                one.part_bytes = 0
+        if self._is_freeing or not limits:
+            return
+        grown = now - min(one.others_bytes for one in limits)
+        total = sum(limits.values())
+        for one, limit in limits.items():
+            one.part_bytes = limit * min(grown, total) // max(1, total)
+
+    def _shed_silent(self) -> None:
+        """Disconnects ipc clients that may have filled the memory with an unfinished message. It
+        cannot be told which, so all go that have sent no message since."""
+        suspects = [
+            (descriptor, one)
+            for descriptor, one in self._open.items()
+            if one.listener.is_local and one.silent_s >= _SUSPECT_SILENCE_S
+        ]
+        if self._is_freeing or not suspects:
+            return
+        grown = self._unexplained - min(one.others_bytes for _, one in suspects)
+        of_tcp = _PART_FACTOR * sum(one.unfinished for one in self._open.values())
+        excess = grown - of_tcp - _OTHER_BYTES
+        if excess <= 0 or self._network.total + excess <= self._network.limit:
+            return
+        for descriptor, one in suspects:
+            self._shed_client(descriptor, Peer(one.listener, one.identity or b""))
         self._has_shed = True
 
     def _log_shed(self) -> None:
@@ -299,10 +378,9 @@ class Connections:
     def _trim_heap(self, elapsed: float) -> None:
         """Returns freed memory to the system after a peak. malloc keeps it otherwise, which is
         right while messages come and go. zmq frees messages when it closes their connection."""
-        ending = self._ending.items()
-        self._ending = {number: inode for number, inode in ending if _inode(number) == inode}
         is_quiet = self._peak > _TRIM_PEAK_BYTES and self._network.total < _TRIM_PEAK_BYTES // 4
-        is_due = (is_quiet or self._has_shed) and not self._ending
+        is_freeing = self._awaits_close() or self._is_freeing
+        is_due = (is_quiet or self._has_shed) and not is_freeing
         self._quiet_s = self._quiet_s + elapsed if is_due else 0.0
         if self._quiet_s > (_MAX_ELAPSED_S if self._has_shed else _TRIM_DELAY_S):
             self._peak = 0
@@ -310,6 +388,12 @@ class Connections:
             self._has_shed = False
             with contextlib.suppress(RuntimeError):  # no thread can be started; the next peak will
                 threading.Thread(target=trim, name="tiered-kv-trim", daemon=True).start()
+
+    def _awaits_close(self) -> bool:
+        """Whether zmq has yet to close a connection that was shut down."""
+        ending = self._ending.items()
+        self._ending = {number: inode for number, inode in ending if _inode(number) == inode}
+        return bool(self._ending)
 
     def _message_fault(
         self, descriptor: int, connection: _Connection, is_idle: bool, elapsed: float
@@ -323,8 +407,9 @@ class Connections:
             before = connection.unfinished
         elif connection.had_message:
             before = 0
+        has_begun = connection.had_message  # the unfinished message, since the last check
         connection.had_message = False
-        if before <= _MIN_UNFINISHED_BYTES:
+        if before <= _MIN_UNFINISHED_BYTES or has_begun:
             connection.unfinished_s = connection.stalled_s = 0.0
         else:
             connection.unfinished_s += elapsed
@@ -358,6 +443,7 @@ class Connections:
                 self._forget(descriptor)
             return
         connection = self._open[descriptor]
+        self._ending[descriptor] = connection.inode
         self._forget(descriptor)
         try:
             if os.fstat(own).st_ino == connection.inode:

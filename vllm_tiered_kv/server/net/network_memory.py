@@ -38,6 +38,7 @@ class NetworkMemory:
         self._departed: set[Peer] = set()
         self._total = 0
         self.unfinished = 0  # bytes of unfinished messages inside zmq, as of the last check
+        self.buffers = 0  # of payloads and replies, also those of disconnected clients
         self.on_excess: Callable[[], None] = lambda: None
         """Called when the limit is exceeded: a client has to be disconnected soon."""
 
@@ -53,13 +54,22 @@ class NetworkMemory:
         return self._total + self.unfinished + nbytes <= self.limit
 
     def hold(self, peer: Peer, nbytes: int) -> None:
+        """Books a buffer until `release`."""
+        self.buffers += nbytes
+        self._hold(peer, nbytes)
+
+    def release(self, peer: Peer, nbytes: int) -> None:
+        self.buffers -= nbytes
+        self._release(peer, nbytes)
+
+    def _hold(self, peer: Peer, nbytes: int) -> None:
         self._held[peer] = self._held.get(peer, 0) + nbytes
         if peer not in self._disconnected:
             self._total += nbytes
             if self._total + self.unfinished > self.limit:
                 self.on_excess()
 
-    def release(self, peer: Peer, nbytes: int) -> None:
+    def _release(self, peer: Peer, nbytes: int) -> None:
         left = self._held[peer] - nbytes
         if peer not in self._disconnected:
             self._total -= nbytes
@@ -109,7 +119,7 @@ class NetworkMemory:
                     "try again later",
                 )
         self._requests[peer] = mine + nbytes
-        self.hold(peer, nbytes)
+        self._hold(peer, nbytes)
 
     def end_request(self, peer: Peer, nbytes: int) -> None:
         left = self._requests[peer] - nbytes
@@ -117,4 +127,4 @@ class NetworkMemory:
             self._requests[peer] = left
         else:
             del self._requests[peer]
-        self.release(peer, nbytes)
+        self._release(peer, nbytes)

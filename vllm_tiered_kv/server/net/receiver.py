@@ -28,6 +28,7 @@ _NOBLOCK = int(zmq.NOBLOCK)
 _MESSAGES_PER_CLIENT = 2
 _MESSAGES_PER_TURN = 64
 _FRAMES_PER_TURN = 2048
+_DROPPED_FRAMES_PER_TURN = 1 << 14  # about a millisecond
 _HEADER_BYTES_PER_TURN = 1 << 20  # bounds the time spent on decoding
 
 
@@ -58,7 +59,8 @@ class Receiver:
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
-        self._receive_header = make_zmq_receiver(socket.underlying).receive
+        receiver = make_zmq_receiver(socket.underlying)
+        self._receive_header, self._drop_frames = receiver.receive, receiver.drop
         self._current: Message | None = None  # being received
         self._senders = 0  # clients that sent messages in the last turn
 
@@ -94,7 +96,8 @@ class Receiver:
     def _receive_payload(self, message: Message, max_frames: int) -> int:
         """Receives the other frames of a message, at most `max_frames`, and returns how many."""
         before = message.count
-        while message.has_more and message.count - before < max_frames:
+        end = min(before + max_frames, 2 + MAX_FRAMES)
+        while message.has_more and message.count < end:
             try:
                 frame = self._socket.recv(_NOBLOCK, copy=False)
             except zmq.Again:
@@ -102,10 +105,12 @@ class Receiver:
             message.count += 1
             message.nbytes += len(frame)
             message.has_more = frame.more
-            if message.count <= 1 + MAX_FRAMES:
-                message.payload.append(frame)
-            else:
-                message.payload.clear()
+            message.payload.append(frame)
         if message.count > 1 + MAX_FRAMES:
+            if message.has_more:
+                dropped, nbytes, message.has_more = self._drop_frames(_DROPPED_FRAMES_PER_TURN)
+                message.count += dropped
+                message.nbytes += nbytes
+            message.payload.clear()
             message.drop(f"{message.count - 1} payload frames", MAX_FRAMES)
         return message.count - before

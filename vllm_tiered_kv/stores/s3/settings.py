@@ -6,6 +6,8 @@ describes both.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import re
 from dataclasses import dataclass
@@ -20,7 +22,10 @@ _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")  # of the envi
 _OPTIONS = ("endpoint", "region", "cacert")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*", re.ASCII)
-_ENDPOINT = re.compile(r"https?://[^/?#@\s]+")
+_ENDPOINT = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:[0-9]{1,5})?", re.ASCII)
+# Services that give out credentials. The client library panics at an address that is not a URL, and
+# takes the process with it.
+_CREDENTIAL_VARIABLES = ("AWS_ENDPOINT_URL_STS", "AWS_METADATA_ENDPOINT")
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,15 @@ def parse_settings(options: BackingOptions) -> S3Settings:
     given = parse_query(url.query, _OPTIONS)
     others = filter(None, map(os.environ.get, _ENDPOINT_VARIABLES))
     endpoint = (given.get("endpoint") or next(others, "")).rstrip("/")
-    if endpoint and not _ENDPOINT.fullmatch(endpoint):
+    if endpoint and not _is_service(endpoint):
         raise ConfigError("backing", f"endpoint={redacted(endpoint)} is not like https://host:port")
+    for name in _CREDENTIAL_VARIABLES:
+        if not _is_service(os.environ.get(name, "https://default").rstrip("/")):
+            raise ConfigError(
+                "backing",
+                f"the environment variable {name} is not like https://host:port; correct or "
+                "unset it",
+            )
     if "cacert" in given and endpoint.startswith("http://"):
         raise ConfigError("backing", "cacert is for an endpoint with https://")
     return S3Settings(
@@ -70,3 +82,15 @@ def parse_settings(options: BackingOptions) -> S3Settings:
         # A little less than the daemon waits, so that calls end before it gives them up.
         0.9 * options.timeout_s,
     )
+
+
+def _is_service(url: str) -> bool:
+    found = _ENDPOINT.fullmatch(url)
+    if found is None or int((found[2] or ":0")[1:]) >= 1 << 16:
+        return False
+    host = found[1].strip("[]")
+    if host != found[1] or host.rpartition(".")[2].isdigit():  # then it has to be an IP address
+        with contextlib.suppress(ValueError):
+            return bool(ipaddress.ip_address(host))
+        return False
+    return True
