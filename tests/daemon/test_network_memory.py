@@ -63,9 +63,9 @@ def test_admit_request_beyond_client_share_is_refused(network: NetworkMemory) ->
     network.admit_request(peer(1), 1)
 
 
-def test_admit_request_beyond_limit_refuses_largest_client(network: NetworkMemory) -> None:
+def test_admit_request_beyond_limit_refuses_largest_client() -> None:
     told: list[int] = []
-    network.on_excess = lambda: told.append(network.total)
+    network = NetworkMemory(100, 40, lambda: told.append(network.total))
     for n in range(3):
         network.admit_request(peer(n), 30)
     assert_refused(network, peer(3), 31)  # itself the largest
