@@ -21,12 +21,14 @@ from tests.patience import eventually
 from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.errors import ConfigError, ErrorCode, ProtocolError
 from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server.daemon import Daemon
 from vllm_tiered_kv.server.net import connections
 from vllm_tiered_kv.server.net.connections import Connections, _Connection
 from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory, request_cost
 from vllm_tiered_kv.server.net.reactor import Reactor
 from vllm_tiered_kv.server.net.sessions import Listener, Peer
+from vllm_tiered_kv.server.options import ServerOptions
 from vllm_tiered_kv.wire.codec import encode_request
 
 MIB = 1 << 20
@@ -535,3 +537,14 @@ def test_unread_replies_beyond_limit_drop_clients(start: StartDaemon, connect: C
         eventually(lambda: TOO_MUCH in daemon.logs)
         eventually(lambda: honest.stats()["network_bytes"] <= 64 * MIB)
         assert honest.get([key(0)]) == wanted
+
+
+def test_daemon_sheds_clients_as_soon_as_memory_is_exceeded() -> None:
+    """Not only with the next check, by when others would have been refused."""
+    daemon = Daemon(ServerOptions(memory=64 * MIB))
+    daemon._network.hold(peer(1), daemon._network.limit)
+    assert not daemon._connections._is_shedding
+    daemon._network.hold(peer(1), 1)
+    assert daemon._connections._is_shedding
+    daemon._close_partly_opened()
+    daemon._reactor.close()
