@@ -157,7 +157,7 @@ def test_random_clients_of_hybrids_whose_states_are_not_divided(
 def test_random_clients_of_both_context_parallelisms_over_tensor_parallel_ranks(
     tiny_model: Path, async_scheduling: bool, turns: int, seed: int
 ) -> None:
-    """DCP spans the ranks of PCP, in each tensor-parallel rank again, or all four ranks."""
+    """DCP spans the ranks of PCP, so that two of four hold each token, or all four."""
     parallel = {
         "tensor_parallel_size": 2,
         "prefill_context_parallel_size": 2,
@@ -168,7 +168,7 @@ def test_random_clients_of_both_context_parallelisms_over_tensor_parallel_ranks(
         tiny_model,
         async_scheduling,
         ranks=4,
-        gpu_blocks=28,
+        gpu_blocks=40 // turns,
         cpu_blocks=30,
         parallel_config=parallel,
         seed=seed,

@@ -90,7 +90,8 @@ class RankedToyEngine(ToyEngine):
             )
             arena[:] = -3
         half.block_bytes = first.block_bytes
-        copier = half._copier = DelayedCopier(caches, arena, random.Random(self.seed + 100 * half.rank))
+        rng = random.Random(self.seed + 100 * half.rank)
+        copier = half._copier = DelayedCopier(caches, arena, rng)
         copier.store_delay = self.store_delay
         return ToyRank(worker, caches, arena, copier)
 
@@ -99,11 +100,7 @@ class RankedToyEngine(ToyEngine):
         self._rank = number
         self.worker, self.caches, self.arena = rank.worker, rank.caches, rank.arena
         self.copier, self._running = rank.copier, rank.running
-        # DCP divides tokens among the ranks of PCP first, then among those of tensor parallelism.
-        parallel = self.config.parallel_config
-        context, tensor = divmod(number, parallel.tensor_parallel_size)
-        turn = tensor * parallel.prefill_context_parallel_size + context
-        self.groups = [replace(group, rank=turn % group.ranks) for group in self.groups]
+        self.groups = [replace(group, rank=number % group.ranks) for group in self.groups]
 
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         outputs: list[ModelRunnerOutput | None] = []

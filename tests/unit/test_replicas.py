@@ -49,9 +49,7 @@ def chain(count: int) -> list[BlockKey]:
     return extend_chain(b"replicas", list(range(4 * count)), 4)[0]
 
 
-def parallel(
-    tensor: int, pipeline: int = 1, context: int = 1, turns: int = 1
-) -> SimpleNamespace:
+def parallel(tensor: int, pipeline: int = 1, context: int = 1, turns: int = 1) -> SimpleNamespace:
     """`context`: ranks of prefill context parallelism. `turns`: of decode context parallelism."""
     return SimpleNamespace(
         tensor_parallel_size=tensor,

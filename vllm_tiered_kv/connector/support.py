@@ -235,9 +235,7 @@ def _why_not_recurrent_drafts(vllm_config: VllmConfig, specs: Sequence[MambaSpec
     return None
 
 
-def _why_not_prefill_context(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
-) -> str | None:
+def _why_not_prefill_context(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     """The reason why an engine with prefill context parallelism (PCP) is not cached, or None if it
     can be. Its ranks divide the tokens of a step, and each layer gathers their KV before it writes
     it: a rank then holds the same blocks as without PCP, those that DCP alone gives it."""
@@ -252,8 +250,8 @@ def _why_not_prefill_context(
         # vLLM runs PCP only in models with MLA. Whether layers of other kinds gather what they keep
         # is not known.
         return (
-            "prefill context parallelism (PCP) is cached only with MLA in all layers, whose KV each "
-            "of its ranks gathers"
+            "prefill context parallelism (PCP) is cached only with MLA in all layers, whose KV "
+            "each of its ranks gathers"
         )
     if vllm_config.speculative_config is not None:
         # Ranks that draft different tokens compute different batches from then on.

@@ -6,9 +6,9 @@ smaller engines hold several adjacent ones (ADR 0023).
 
 Ranks may hold the same bytes, as replicas: with MLA, every tensor-parallel rank computes and keeps
 the whole latent KV. So does every rank of prefill context parallelism (PCP), which computes a part
-of a prompt's tokens and gathers the KV of the others. Daemons see such ranks as one. For each put job one of the replicas sends the
-blocks, and all of them load from these. On one host they also share the CPU tier
-(`device/replica_arena.py`).
+of a prompt's tokens and gathers the KV of the others. Daemons see such ranks as one. For each put
+job one of the replicas sends the blocks, and all of them load from these. On one host they also
+share the CPU tier (`device/replica_arena.py`).
 """
 
 from __future__ import annotations
