@@ -214,7 +214,7 @@ def test_prefill_context_parallelism_is_cached_with_mla_alone() -> None:
     for others in (
         (FULL,),
         (mla, FULL),
-        (mla, SlidingWindowMLASpec(**LATENT)),
+        (mla, WINDOW),
         (replace(mla, dcp_sharded=False),),
     ):
         assert "only with MLA in all layers" in said(*others)
