@@ -54,6 +54,7 @@ WITHOUT_ENGINES = (
         (
             "tests/engine/test_plugin.py",
             "tests/engine/test_support_engine.py",
+            "tests/engine/test_prefill_context.py",
             "tests/engine/test_request_keys.py",
             "tests/engine/test_namespace.py",
             "tests/engine/test_adapter_keys.py",

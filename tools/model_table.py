@@ -51,6 +51,9 @@ _RECURRENT_DRAFTS = (
     "tests/engine/test_support_engine.py::"
     "test_recurrent_states_with_drafts_are_uncached_where_they_may_be_wrong"
 )
+_PREFILL_CONTEXT = (
+    "tests/engine/test_support_engine.py::test_prefill_context_parallelism_is_cached_with_mla_alone"
+)
 _EVERY_TOKEN = (
     "tests/engine/test_support_engine.py::"
     "test_engines_that_need_a_forward_of_every_token_are_uncached"
@@ -332,9 +335,36 @@ ROWS = (
     ),
     Row(
         "Prefill context parallelism (`--prefill-context-parallel-size`)",
+        State.CACHED,
+        (
+            "tests/engine/test_prefill_context.py"
+            "::test_each_rank_holds_after_a_step_what_it_would_without_pcp",
+            "tests/engine/test_prefill_context.py"
+            "::test_ranks_of_both_parallelisms_share_one_memory",
+            "tests/engine/test_ranks.py::test_random_clients",
+            "tests/engine/test_ranks.py"
+            "::test_random_clients_of_both_context_parallelisms_over_tensor_parallel_ranks",
+            "tests/engine/test_replica_ranks.py::test_random_clients",
+            _PREFILL_CONTEXT,
+        ),
+        "models with MLA in all layers, with or without DCP. vLLM itself runs it only with MLA, "
+        "Model Runner V2 and several GPUs, beside DCP only with sparse MLA (DeepSeek-V3.2, GLM-5). "
+        "Each layer gathers the KV of all ranks' tokens before it writes it: without DCP all ranks "
+        "hold the same, of which the CPU tier and daemons keep one copy (with a pipeline, one per "
+        "rank), with DCP each holds its part. Shown with vLLM's schedulers and with its own "
+        "division of tokens and gathering of KV on CPUs, not yet on GPUs",
+    ),
+    Row(
+        "Prefill context parallelism with other layers than MLA",
         State.LEFT_ALONE,
-        ("tests/engine/test_support_engine.py::test_unsupported_engines_are_uncached",),
-        says="prefill context parallelism",
+        (_PREFILL_CONTEXT,),
+        says="only with MLA in all layers",
+    ),
+    Row(
+        "Prefill context parallelism with MTP",
+        State.LEFT_ALONE,
+        (_PREFILL_CONTEXT,),
+        says="not cached with speculative decoding: each rank",
     ),
     Row(
         "Fault tolerance of expert parallelism (`--enable-fault-tolerance`)",

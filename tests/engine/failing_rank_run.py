@@ -32,10 +32,10 @@ def plant(where: str) -> None:
         share = assembly._share_among_replicas
         assembly._RENDEZVOUS_TIMEOUT = datetime.timedelta(seconds=5)
 
-        def stay_away(nbytes, holding):
+        def stay_away(nbytes, holding, parallel):
             if holding.replica == (0 if where == "meeting of the first" else 1):
                 raise MemoryError("planted")
-            return share(nbytes, holding)
+            return share(nbytes, holding, parallel)
 
         assembly._share_among_replicas = stay_away
 

@@ -1,5 +1,5 @@
 """Ranks that fail apart from each other: a hit counts only where all of them have it. They divide
-heads, layers, or the tokens of a block (decode context parallelism)."""
+heads, layers, or the tokens of a block (context parallelism)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ pytestmark = pytest.mark.usefixtures("step_loads")
 
 STAGES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
 TURNS = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 2}
+# Prefill context parallelism, with the tokens of a block divided among its ranks.
+CONTEXT = {**TURNS, "tensor_parallel_size": 1, "prefill_context_parallel_size": 2}
 EITHER_KIND = pytest.mark.parametrize(
-    "parallel", [{}, STAGES, TURNS], ids=["tensor", "pipeline", "decode_context"]
+    "parallel",
+    [{}, STAGES, TURNS, CONTEXT],
+    ids=["tensor", "pipeline", "decode_context", "prefill_context"],
 )
 EITHER_RANK = pytest.mark.parametrize("bad", [0, 1], ids=["first-rank", "second-rank"])
 
@@ -56,7 +60,7 @@ def test_load_that_one_rank_cannot_do_is_recomputed_on_all(
     ask(engine, ids)
     engine.drop_gpu_cache()
     engine.copiers[bad].fail_every = engine.copiers[bad].fail_ahead = 1.0
-    if step_loads == "auto" and (async_scheduling or parallel is STAGES):
+    if step_loads == "auto" and (async_scheduling or parallel in (STAGES, CONTEXT)):
         with pytest.raises(CudaError):  # such a step cannot be taken back
             ask(engine, ids)
         return
@@ -148,6 +152,46 @@ def test_random_clients_of_hybrids_whose_states_are_not_divided(
     assert sum(r.num_preemptions for r in engine.requests.values()) > 0
 
 
+@pytest.mark.parametrize("turns", [2, 4])
+@pytest.mark.parametrize("seed", mostly_slow(range(3), 1))
+def test_random_clients_of_both_context_parallelisms_over_tensor_parallel_ranks(
+    tiny_model: Path, async_scheduling: bool, turns: int, seed: int
+) -> None:
+    """DCP spans the ranks of PCP, so that two of four hold each token, or all four."""
+    parallel = {
+        "tensor_parallel_size": 2,
+        "prefill_context_parallel_size": 2,
+        "decode_context_parallel_size": turns,
+        "cp_kv_cache_interleave_size": 2,
+    }
+    engine = RankedToyEngine(
+        tiny_model,
+        async_scheduling,
+        ranks=4,
+        gpu_blocks=40 // turns,
+        cpu_blocks=30,
+        parallel_config=parallel,
+        seed=seed,
+    )
+    assert engine.alignment == 4 * turns
+    for number, copier in enumerate(engine.copiers):
+        copier.fail_every = 0.1
+        copier.drop_stores = 0.05
+        copier.max_delay = 2 + 3 * number
+    workload(engine, seed, 60)
+    engine.assert_at_rest()
+    assert total(engine, names.HIT_TOKENS) > 0
+    ids = prompt(random.Random(seed), 61)
+    for copier in engine.copiers:
+        copier.fail_every = copier.drop_stores = 0.0
+    ask(engine, ids)
+    engine.drop_gpu_cache()
+    arenas = [rank.arena for rank in engine.all_ranks]
+    arenas[1][:] = arenas[2]  # what another rank holds is of no use here
+    with pytest.raises(WrongRead):
+        ask(engine, ids)
+
+
 @EITHER_KIND
 @pytest.mark.parametrize("seed", mostly_slow(range(3), 1))
 @pytest.mark.parametrize(
@@ -186,8 +230,10 @@ def test_random_clients(
         copier.fail_every = 0.2
         copier.drop_stores = 0.1
         copier.max_delay = 2 + 3 * number
-        # In a pipeline, too, later steps are under way: such a step cannot be taken back.
-        copier.fail_ahead = 0.0 if async_scheduling or parallel is STAGES else 0.2
+        # In a pipeline later steps are under way, too, and Model Runner V2 rewinds no request on
+        # the GPU: such a step cannot be taken back.
+        can_rewind = not async_scheduling and parallel not in (STAGES, CONTEXT)
+        copier.fail_ahead = 0.2 if can_rewind else 0.0
     workload(engine, seed, 60)
     engine.assert_at_rest()
     assert total(engine, names.HIT_TOKENS) > 0

@@ -192,7 +192,6 @@ def test_unsupported_engines_are_uncached() -> None:
     said = why_not_cacheable(bare_config(model_config=diffusion), groups(FULL))
     assert "diffusion" in (said or "")
     for changes, reason in (
-        ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ({"distributed_executor_backend": "external_launcher"}, "external launcher"),
         ({"enable_fault_tolerance": True}, "fault tolerance"),
     ):
@@ -200,6 +199,27 @@ def test_unsupported_engines_are_uncached() -> None:
             bare_config(parallel_config=bare_parallel(**changes)), groups(FULL)
         )
         assert reason in (said or "")
+
+
+def test_prefill_context_parallelism_is_cached_with_mla_alone() -> None:
+    mla = MLAAttentionSpec(**{**SHAPE, "num_kv_heads": 1})
+
+    def said(*specs: object, **changes: object) -> str:
+        ranks = bare_parallel(prefill_context_parallel_size=2)
+        config = bare_config(parallel_config=ranks, **changes)
+        return why_not_cacheable(config, groups(*specs)) or ""
+
+    layers = {"l0": mla, "indexer": replace(mla, head_size=132)}
+    assert said(mla) == said(UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=layers)) == ""
+    for others in (
+        (FULL,),
+        (mla, FULL),
+        (mla, WINDOW),
+        (replace(mla, dcp_sharded=False),),
+    ):
+        assert "only with MLA in all layers" in said(*others)
+    drafts = SimpleNamespace(method="mtp")
+    assert "not cached with speculative decoding" in said(mla, speculative_config=drafts)
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model"])

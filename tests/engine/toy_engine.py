@@ -111,6 +111,8 @@ class ToyEngine:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
+        # vLLM runs prefill context parallelism with no other.
+        self.second_runner |= self.parallel_config.get("prefill_context_parallel_size", 1) > 1
         block_bytes = len(LAYERS) * self.block_size * 8
         slot_bytes = -(-block_bytes // 64) * 64
         args = EngineArgs(
@@ -152,6 +154,7 @@ class ToyEngine:
                 self.block_size * 8,
                 1 if is_state(window) else parallel.decode_context_parallel_size,
                 parallel.cp_kv_cache_interleave_size,
+                is_latent=parallel.prefill_context_parallel_size > 1,
                 drafts=config.num_speculative_tokens if is_state(window) else 0,
             )
             for number, (window, size) in enumerate(zip(self.windows, sizes, strict=True))
@@ -162,7 +165,8 @@ class ToyEngine:
             config.cache_config.mamba_cache_mode = "align"
         hash_size = self.hash_size or min(spans)
         self.kv_cache_config = kv_cache_config(self.groups, self.gpu_blocks, hash_size)
-        self.kv_cache_config.kv_tp_replicas = self.replicas
+        tensor_ranks = config.parallel_config.tensor_parallel_size
+        self.kv_cache_config.kv_tp_replicas = min(self.replicas, tensor_ranks)
         if self.retention is not None:
             self.kv_cache_config.prefix_cache_retention_interval = self.retention
         scheduler_class = AsyncScheduler if self.async_scheduling else Scheduler
@@ -184,10 +188,7 @@ class ToyEngine:
             mock.patch.object(assembly, "_share_among_replicas", return_value=None),
             mock.patch.object(config.device_config, "device_type", device),
         ):
-            self.worker = KVConnectorFactory.create_connector(
-                config, KVConnectorRole.WORKER, self.kv_cache_config
-            )
-        worker_half = _ours(self.worker).worker_half
+            self._open_workers()
         self.caches = [np.full((self.gpu_blocks, self.block_size), -2, np.int64) for _ in LAYERS]
         geometry = self.half.index.geometry
         arena = Arena(geometry.capacity_bytes)
@@ -199,6 +200,7 @@ class ToyEngine:
         self.arena[:] = -3
         self.copier = DelayedCopier(self.caches, self.arena, random.Random(self.seed + 1))
         self.copier.store_delay = self.store_delay
+        worker_half = _ours(self.worker).worker_half
         if worker_half is not None:
             worker_half._copier = self.copier
             worker_half.arena = arena
@@ -212,6 +214,11 @@ class ToyEngine:
         self.layer_calls = 0.5  # probability that a forward calls the connector at each layer
         self._calls_layers = False
         self.idle = False
+
+    def _open_workers(self) -> None:
+        self.worker = KVConnectorFactory.create_connector(
+            self.config, KVConnectorRole.WORKER, self.kv_cache_config
+        )
 
     def _adjust(self, config: VllmConfig) -> None:
         """For subclasses: sets options that vLLM does not allow on this machine."""

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     KVCacheTensor,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
@@ -60,6 +61,7 @@ class ToyGroup:
     ranks: int = 1  # that divide the tokens of each block: decode context parallelism
     interleave: int = 1  # tokens of one of them before those of the next
     rank: int = 0  # whose caches the group works on
+    is_latent: bool = False  # full attention is MLA
     drafts: int = 0  # further states that a step of recurrent layers leaves, one for each draft
 
     @property
@@ -109,7 +111,8 @@ class ToyGroup:
             "dtype": torch.int16,
         }
         if self.window is None:
-            spec: AttentionSpec = FullAttentionSpec(**shape)
+            kind = MLAAttentionSpec if self.is_latent else FullAttentionSpec
+            spec: AttentionSpec = kind(**shape)
         elif isinstance(self.window, Chunks):
             spec = ChunkedLocalAttentionSpec(**shape, attention_chunk_size=self.window.tokens)
         elif self._width > 1:

@@ -1,4 +1,4 @@
-"""A toy engine with several tensor-parallel ranks, each with its own memory and faults.
+"""A toy engine with several ranks of one pipeline stage, each with its own memory and faults.
 
 Every rank runs the same steps on its own cache and checks its own reads. vLLM's own aggregator
 merges the reports. The KV of each shard is masked differently, so a shard that is served to the
@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import random
 from dataclasses import dataclass, field, replace
-from unittest import mock
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -20,7 +19,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.engine.delayed_copier import DelayedCopier
 from tests.engine.toy_engine import ToyEngine, _Running
-from vllm_tiered_kv.connector import assembly
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.device.arena import Arena
 
@@ -51,7 +49,7 @@ class RankedToyEngine(ToyEngine):
             assert self.worker.worker_half is not None
             self.worker.worker_half._stripe_replicas()
         first = ToyRank(self.worker, self.caches, self.arena, self.copier, self._running)
-        self.all_ranks = [first, *(self._open_rank(rank) for rank in range(1, self.ranks))]
+        self.all_ranks = [first, *map(self._equip, self._other_workers)]
         self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, self.ranks)
         self._rank = 0
 
@@ -64,12 +62,18 @@ class RankedToyEngine(ToyEngine):
             rank.worker.shutdown()
         super().close()
 
-    def _open_rank(self, rank: int) -> ToyRank:
-        config = copy.copy(self.config)
-        config.parallel_config = copy.copy(config.parallel_config)
-        config.parallel_config.rank = rank
-        with mock.patch.object(assembly, "_share_among_replicas", return_value=None):
-            worker = TieredKVConnector(config, KVConnectorRole.WORKER, self.kv_cache_config)
+    def _open_workers(self) -> None:
+        super()._open_workers()
+        self._other_workers = []
+        for rank in range(1, self.ranks):
+            config = copy.copy(self.config)
+            config.parallel_config = copy.copy(config.parallel_config)
+            config.parallel_config.rank = rank
+            self._other_workers.append(
+                TieredKVConnector(config, KVConnectorRole.WORKER, self.kv_cache_config)
+            )
+
+    def _equip(self, worker: TieredKVConnector) -> ToyRank:
         caches = [np.full_like(cache, -2) for cache in self.caches]
         half, first = worker.worker_half, self.worker.worker_half
         assert half is not None
@@ -86,7 +90,8 @@ class RankedToyEngine(ToyEngine):
             )
             arena[:] = -3
         half.block_bytes = first.block_bytes
-        copier = half._copier = DelayedCopier(caches, arena, random.Random(self.seed + 100 * rank))
+        rng = random.Random(self.seed + 100 * half.rank)
+        copier = half._copier = DelayedCopier(caches, arena, rng)
         copier.store_delay = self.store_delay
         return ToyRank(worker, caches, arena, copier)
 

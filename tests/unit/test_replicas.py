@@ -49,11 +49,14 @@ def chain(count: int) -> list[BlockKey]:
     return extend_chain(b"replicas", list(range(4 * count)), 4)[0]
 
 
-def parallel(tensor: int, pipeline: int = 1) -> SimpleNamespace:
+def parallel(tensor: int, pipeline: int = 1, context: int = 1, turns: int = 1) -> SimpleNamespace:
+    """`context`: ranks of prefill context parallelism. `turns`: of decode context parallelism."""
     return SimpleNamespace(
         tensor_parallel_size=tensor,
         pipeline_parallel_size=pipeline,
-        world_size=tensor * pipeline,
+        prefill_context_parallel_size=context,
+        decode_context_parallel_size=turns,
+        world_size=tensor * pipeline * context,
     )
 
 
@@ -75,6 +78,12 @@ def test_ranks_that_hold_the_same_are_one_to_daemons() -> None:
         (1, 0, 1),
     ]
     assert [h.tag.pp for h in holdings] == [0] * 4 + [1] * 4
+    # With prefill context parallelism a pipeline stage has more ranks.
+    assert distinct_tags(parallel(2, context=2), 4) == [RankTag()]
+    assert distinct_tags(parallel(2, context=2, turns=2), 1) == [RankTag(tp=n) for n in range(4)]
+    assert distinct_tags(parallel(1, 2, context=2), 1) == [
+        RankTag(tp=number, pp=stage) for stage in range(2) for number in range(2)
+    ]
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 8])
@@ -93,6 +102,18 @@ def test_stages_that_may_differ_are_not_replicas() -> None:
     cache = SimpleNamespace(kv_tp_replicas=2)
     assert replicas_of(cache, parallel(2)) == 2  # type: ignore[arg-type]
     assert replicas_of(cache, parallel(2, 2)) == 1  # type: ignore[arg-type]
+
+
+def test_ranks_of_prefill_context_parallelism_are_replicas_unless_they_divide_tokens() -> None:
+    def found(tensor: int, same: int, **sizes: int) -> int:
+        cache = SimpleNamespace(kv_tp_replicas=same)
+        return replicas_of(cache, parallel(tensor, **sizes))  # type: ignore[arg-type]
+
+    assert found(1, 1, context=4) == 4
+    assert found(2, 2, context=4) == 8
+    assert found(2, 1, context=4) == 1  # the copies of a shard do not follow each other
+    assert found(1, 1, context=4, turns=4) == 1
+    assert found(2, 2, context=4, pipeline=2) == 1
 
 
 # ---- over a real daemon -------------------------------------------------------------------------

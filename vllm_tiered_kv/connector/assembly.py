@@ -30,6 +30,7 @@ from vllm_tiered_kv.connector.identity.shard import (
     Holding,
     distinct_tags,
     holding_of,
+    ranks_of_stage,
     replicas_of,
     shards_per_rank,
 )
@@ -328,7 +329,7 @@ def make_worker_half(
     parallel = vllm_config.parallel_config
     holding = holding_of(
         parallel.rank,
-        parallel.tensor_parallel_size,
+        ranks_of_stage(parallel),
         replicas_of(kv_cache_config, parallel),
         shards_per_rank(config.portable_shards, vllm_config, kv_cache_config),
     )
@@ -344,7 +345,7 @@ def make_worker_half(
             have_other_connectors=is_inside_multi,
         ),
         cache_dtype=str(vllm_config.cache_config.cache_dtype),
-        shared_fd=_share_among_replicas(geometry.capacity_bytes, holding),
+        shared_fd=_share_among_replicas(geometry.capacity_bytes, holding, parallel),
         is_verified_layer=_is_verified_layer(vllm_config),
     )
 
@@ -416,7 +417,7 @@ def _require_room_on_this_host(cpu_memory: int, parallel: ParallelConfig) -> Non
         )
 
 
-def _share_among_replicas(nbytes: int, holding: Holding) -> int | None:
+def _share_among_replicas(nbytes: int, holding: Holding, parallel: ParallelConfig) -> int | None:
     """A file descriptor of memory that all replicas share, see `replica_arena.share_memory`.
 
     The ranks agree on it when vLLM builds its connectors, before anything is allocated. If a rank
@@ -425,19 +426,26 @@ def _share_among_replicas(nbytes: int, holding: Holding) -> int | None:
     if holding.replicas == 1:
         return None
     import torch
-    from vllm.distributed.parallel_state import get_tp_group
+    from vllm.distributed.parallel_state import get_pcp_group, get_tp_group
 
-    group = get_tp_group()
+    # Together they reach all ranks of a pipeline stage, for which vLLM has no group of its own.
+    groups = [get_tp_group()]
+    if parallel.prefill_context_parallel_size > 1:
+        groups.append(get_pcp_group())
 
     def gather(value: object) -> list[object]:
-        values: list[object] = [None] * group.world_size
-        torch.distributed.all_gather_object(values, value, group=group.cpu_group)
-        return values
+        gathered = [value]
+        for group in groups:
+            parts: list[list[object]] = [[]] * group.world_size
+            torch.distributed.all_gather_object(parts, gathered, group=group.cpu_group)
+            gathered = [one for part in parts for one in part]
+        return gathered
 
-    replicas = Replicas(holding.tensor_rank, holding.replica, holding.replicas, gather)
+    replicas = Replicas(holding.stage_rank, holding.replica, holding.replicas, gather)
     try:
         # The method of the group: torch's function accepts only a backend named exactly "gloo".
-        group.cpu_group.monitored_barrier(_RENDEZVOUS_TIMEOUT, wait_all_ranks=False)
+        for group in groups:
+            group.cpu_group.monitored_barrier(_RENDEZVOUS_TIMEOUT, wait_all_ranks=False)
         return share_memory(nbytes, replicas)
     except RuntimeError as error:
         raise TieredKVError(

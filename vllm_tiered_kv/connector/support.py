@@ -138,10 +138,9 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         return f"speculative decoding with {speculative.method} is not supported so far"
     parallel = vllm_config.parallel_config
     if parallel.prefill_context_parallel_size > 1:
-        return (
-            "prefill context parallelism (PCP), which vLLM runs only with MLA and on several GPUs, "
-            "is not tested with the cache; decode context parallelism (DCP) alone is cached"
-        )
+        unusable = _why_not_prefill_context(vllm_config, kv_cache_config)
+        if unusable is not None:
+            return unusable
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return "ranks started by an external launcher do not report to one scheduler"
     if parallel.pipeline_parallel_size > 1 and _is_legacy_ray(parallel):
@@ -232,6 +231,33 @@ def _why_not_recurrent_drafts(vllm_config: VllmConfig, specs: Sequence[MambaSpec
         return (
             "recurrent state is not cached with speculative decoding and pipeline parallelism; use "
             "--tensor-parallel-size alone"
+        )
+    return None
+
+
+def _why_not_prefill_context(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """The reason why an engine with prefill context parallelism (PCP) is not cached, or None if it
+    can be. Its ranks divide the tokens of a step, and each layer gathers their KV before it writes
+    it: a rank then holds the same blocks as without PCP, those that DCP alone gives it."""
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec, iter_layer_specs
+
+    specs = [
+        spec
+        for group in kv_cache_config.kv_cache_groups
+        for spec in iter_layer_specs(group.kv_cache_spec)
+    ]
+    if any(type(spec) is not MLAAttentionSpec or not spec.dcp_sharded for spec in specs):
+        # vLLM runs PCP only in models with MLA. Whether layers of other kinds gather what they keep
+        # is not known.
+        return (
+            "prefill context parallelism (PCP) is cached only with MLA in all layers, whose KV "
+            "each of its ranks gathers"
+        )
+    if vllm_config.speculative_config is not None:
+        # Ranks that draft different tokens compute different batches from then on.
+        return (
+            "prefill context parallelism (PCP) is not cached with speculative decoding: each rank "
+            "drafts on its own, and the ranks draft alike only if their KV is equal to the bit"
         )
     return None
 

@@ -34,7 +34,7 @@ _OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 class Replicas:
     """This rank's position among the adjacent ranks that hold the same KV."""
 
-    rank: int  # in the group of `gather`
+    rank: int  # among those of `gather`
     replica: int  # position among the replicas
     count: int  # number of replicas
     gather: Gather

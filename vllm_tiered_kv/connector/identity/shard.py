@@ -5,9 +5,10 @@ of several tensor-parallel sizes divide blocks into the same number of shards; t
 smaller engines hold several adjacent ones (ADR 0023).
 
 Ranks may hold the same bytes, as replicas: with MLA, every tensor-parallel rank computes and keeps
-the whole latent KV. Daemons see such ranks as one. For each put job one of the replicas sends the
-blocks, and all of them load from these. On one host they also share the CPU tier
-(`device/replica_arena.py`).
+the whole latent KV. So does every rank of prefill context parallelism (PCP), which computes a part
+of a prompt's tokens and gathers the KV of the others. Daemons see such ranks as one. For each put
+job one of the replicas sends the blocks, and all of them load from these. On one host they also
+share the CPU tier (`device/replica_arena.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Holding:
         return [dataclasses.replace(self.tag, tp=self.tag.tp + n) for n in range(self.shards)]
 
     @property
-    def tensor_rank(self) -> int:
+    def stage_rank(self) -> int:
+        """The rank's number within its pipeline stage."""
         return self.tag.tp // self.shards * self.replicas + self.replica
 
     def sends(self, first: BlockKey) -> bool:
@@ -51,30 +53,42 @@ class Holding:
         return first[0] % self.replicas == self.replica
 
 
-def holding_of(rank: int, tensor_parallel_size: int, replicas: int = 1, shards: int = 1) -> Holding:
-    """Returns what a rank holds. In vLLM's numbering the tensor-parallel rank varies fastest, and
-    `replicas` consecutive ones hold the same bytes. Each rank holds `shards` shards."""
-    pipeline, tensor = divmod(rank, tensor_parallel_size)
-    part, replica = divmod(tensor, replicas)
+def ranks_of_stage(parallel: ParallelConfig) -> int:
+    """Returns how many ranks run the same layers."""
+    return parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
+
+
+def holding_of(rank: int, stage_ranks: int, replicas: int = 1, shards: int = 1) -> Holding:
+    """Returns what a rank holds. In vLLM's numbering the tensor-parallel rank varies fastest, then
+    that of prefill context parallelism, then the pipeline stage, which has `stage_ranks` ranks; of
+    these, `replicas` consecutive ones hold the same bytes. Each rank holds `shards` shards."""
+    pipeline, number = divmod(rank, stage_ranks)
+    part, replica = divmod(number, replicas)
     return Holding(RankTag(tp=part * shards, pp=pipeline), replica, replicas, shards)
 
 
 def distinct_tags(parallel: ParallelConfig, replicas: int, shards: int = 1) -> list[RankTag]:
     """Returns the tags of all shards of a block, each once, in rank order."""
     holdings = (
-        holding_of(rank, parallel.tensor_parallel_size, replicas, shards)
+        holding_of(rank, ranks_of_stage(parallel), replicas, shards)
         for rank in range(parallel.world_size)
     )
     return list(dict.fromkeys(tag for holding in holdings for tag in holding.tags))
 
 
 def replicas_of(kv_cache_config: KVCacheConfig, parallel: ParallelConfig) -> int:
-    """Returns how many consecutive tensor-parallel ranks hold the same KV, from vLLM's config.
+    """Returns how many consecutive ranks hold the same KV, from vLLM's config.
 
     All ranks and the scheduler must get the same number. With pipeline parallelism each stage sees
     only its own layers, and the scheduler those of the first stage; so no ranks count as replicas.
     """
-    return int(kv_cache_config.kv_tp_replicas) if parallel.pipeline_parallel_size == 1 else 1
+    if parallel.pipeline_parallel_size > 1:
+        return 1
+    replicas = int(kv_cache_config.kv_tp_replicas)
+    divides_tokens = parallel.decode_context_parallel_size > 1
+    if replicas < parallel.tensor_parallel_size or divides_tokens:
+        return replicas
+    return replicas * parallel.prefill_context_parallel_size
 
 
 def shards_per_rank(

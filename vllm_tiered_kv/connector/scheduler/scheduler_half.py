@@ -240,7 +240,7 @@ class SchedulerHalf:
             self.once.step_planned(
                 counts, lambda name: self._requests[name].request.num_computed_tokens + counts[name]
             )
-        offered = getattr(scheduler_output, "kv_connector_block_state", None)  # from 0.32 on
+        offered = scheduler_output.kv_connector_block_state
         for request_id, kept in offered.boundary_state_offloads.items() if offered else ():
             if request_id in self._requests:
                 self.stores.states_kept(self._requests[request_id], kept)
