@@ -242,6 +242,23 @@ def test_memory_that_is_accounted_for_closes_no_connection(watched: Watched) -> 
     assert watched.check(0) == [], "requests of a client that has left"
 
 
+def test_memory_that_indexes_keep_of_blocks_that_left_closes_no_connection(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table does not shrink with its entries, so the bytes per block explain less afterwards."""
+    read = 0
+    monkeypatch.setattr(connections, "_bytes_read", lambda descriptor: read)
+    read = 16 * MIB
+    assert watched.check(16) == []
+    for _ in range(5):
+        watched.indexes -= 100 * MIB
+        assert watched.check(0) == []
+    assert watched.network.total == 16 * MIB, "nor does it count for unfinished messages"
+    watched.indexes += 500 * MIB
+    assert watched.check(0) == []
+    assert watched.check(400 + 512) == [1, 0], "what nothing explains does"
+
+
 def test_unexplained_memory_closes_ipc_clients_that_are_silent(watched: Watched) -> None:
     assert watched.check(400) == [1]
     assert watched.check(-400) == []

@@ -135,6 +135,7 @@ class Connections:
         self._quiet_s = 0.0
         self._index_bytes = index_bytes
         self._unexplained = sys.maxsize  # memory that nothing accounts for, at the last check
+        self._of_indexes = 0  # memory of the indexes, at the last check
         self._is_freeing = False  # memory of closed connections
         self.has_session = has_session
         self.on_client_shed = on_client_shed
@@ -315,17 +316,20 @@ class Connections:
         messages. Most of it is always there; only its growth means something."""
         unfinished = sum(one.unfinished for one in self._open.values())
         allocated = allocated_bytes() or 0
-        return allocated - self._network.buffers - unfinished - self._index_bytes()
+        return allocated - self._network.buffers - unfinished - self._of_indexes
 
     def _estimate_parts(self, elapsed: float) -> None:
         """Divides the memory that has grown since unfinished messages began among them."""
-        before, now = self._unexplained, self._measure()
+        # Indexes keep the memory of blocks that have left, so that less is explained then.
+        had, self._of_indexes = self._of_indexes, self._index_bytes()
+        shrunk = max(0, had - self._of_indexes)
+        before, now = self._unexplained + shrunk, self._measure()
         self._unexplained = now
         # Until zmq has closed a connection and freed its messages, others must not pay for it.
         self._is_freeing = self._awaits_close() or now < before
         limits: dict[_Connection, int] = {}
         for one in self._open.values():
-            one.others_bytes = min(one.others_bytes, now)
+            one.others_bytes = min(one.others_bytes + shrunk, now)
             if one.listener.is_local:
                 one.silent_s = 0.0 if one.had_message else one.silent_s + elapsed
                 if one.had_message:
