@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import zmq
@@ -21,12 +23,15 @@ from tests.patience import eventually
 from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.errors import ConfigError, ErrorCode, ProtocolError
 from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server.daemon import Daemon
 from vllm_tiered_kv.server.net import connections
 from vllm_tiered_kv.server.net.connections import Connections, _Connection
 from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory, request_cost
 from vllm_tiered_kv.server.net.reactor import Reactor
 from vllm_tiered_kv.server.net.sessions import Listener, Peer
+from vllm_tiered_kv.stores.memory import MemoryStore
+from vllm_tiered_kv.stores.ssd.store import SsdStore
 from vllm_tiered_kv.wire.codec import encode_request
 
 MIB = 1 << 20
@@ -180,6 +185,7 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.allocated = self.indexes = 500 * MIB
+        self.is_rewriting = False
         self.closed: list[int] = []
         monkeypatch.setattr(connections, "allocated_bytes", lambda: self.allocated)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -193,7 +199,7 @@ class Watched:
             10,
             30.0,
             Recorder(),
-            index_bytes=lambda: self.indexes,
+            index_bytes=lambda: None if self.is_rewriting else self.indexes,
         )
         monkeypatch.setattr(self.watched, "_disconnect", self.disconnect)
         self.listeners = [
@@ -257,6 +263,30 @@ def test_memory_that_indexes_keep_of_blocks_that_left_closes_no_connection(
     watched.indexes += 500 * MIB
     assert watched.check(0) == []
     assert watched.check(400 + 512) == [1, 0], "what nothing explains does"
+
+
+def test_copies_of_an_index_close_no_connection(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_bytes_read", lambda descriptor: 16 * MIB)
+    assert watched.check(16) == []
+    watched.is_rewriting = True
+    for _ in range(4):
+        assert watched.check(200) == []
+    assert watched.network.total <= 16 * MIB, "nor do they count for unfinished messages"
+    assert watched.check(-800) == []
+    watched.is_rewriting = False
+    assert watched.check(400 + 512) == [1, 0], "it grew since before they were made"
+
+
+def test_index_size_is_unknown_while_ssd_journal_is_rewritten(tmp_path: Path) -> None:
+    memory, ssd = MemoryStore(1 * MIB), SsdStore(tmp_path / "ssd", 16 * MIB)
+    daemon = cast(Daemon, SimpleNamespace(_opened=SimpleNamespace(memory=memory, ssd=ssd)))
+    assert Daemon._index_bytes(daemon) == 0
+    ssd._committer.is_rewriting = True
+    assert Daemon._index_bytes(daemon) is None
+    ssd.close()
+    memory.close()
 
 
 def test_unexplained_memory_closes_ipc_clients_that_are_silent(watched: Watched) -> None:

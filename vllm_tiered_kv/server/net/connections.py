@@ -107,9 +107,10 @@ class Connections:
         has_session: Callable[[Peer], bool] = lambda peer: True,
         on_client_shed: Callable[[Peer, str], None] = lambda peer, why: None,
         on_closed: Callable[[Peer], None] = lambda peer: None,
-        index_bytes: Callable[[], int] = lambda: 0,
+        index_bytes: Callable[[], int | None] = lambda: 0,
     ) -> None:
-        """`index_bytes` returns an upper bound of the memory of the tiers' indexes.
+        """`index_bytes` returns an upper bound of the memory of the tiers' indexes; None while it
+        is unknown.
         `on_client_shed` is called with the reason for a client that is disconnected because
         messages use too much memory; `on_closed` when the connection of a client has ended."""
         self._reactor = reactor
@@ -320,9 +321,13 @@ class Connections:
 
     def _estimate_parts(self, elapsed: float) -> None:
         """Divides the memory that has grown since unfinished messages began among them."""
+        of_indexes = self._index_bytes()
+        if of_indexes is None:
+            self._is_freeing = True  # soon
+            return
         # Indexes keep the memory of blocks that have left, so that less is explained then.
-        had, self._of_indexes = self._of_indexes, self._index_bytes()
-        shrunk = max(0, had - self._of_indexes)
+        shrunk = max(0, self._of_indexes - of_indexes)
+        self._of_indexes = of_indexes
         before, now = self._unexplained + shrunk, self._measure()
         self._unexplained = now
         # Until zmq has closed a connection and freed its messages, others must not pay for it.
