@@ -184,7 +184,8 @@ class Watched:
     """Connections of a process that has allocated as much as it is said to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.allocated = self.indexes = 500 * MIB
+        self.allocated: int | None = 500 * MIB
+        self.indexes = 500 * MIB
         self.is_rewriting = False
         self.closed: list[int] = []
         monkeypatch.setattr(connections, "allocated_bytes", lambda: self.allocated)
@@ -217,7 +218,8 @@ class Watched:
     def check(self, mebibytes: int) -> list[int]:
         """Grows by so much in a second, and says which connections were closed. Of the ipc clients
         only the last one sends messages."""
-        self.allocated += mebibytes * MIB
+        if self.allocated is not None:
+            self.allocated += mebibytes * MIB
         if 2 in self.watched._open:
             self.watched._open[2].had_message = True
         self.watched._check_connections(1.0)
@@ -265,6 +267,25 @@ def test_memory_that_indexes_keep_of_blocks_that_left_closes_no_connection(
     assert watched.check(400 + 512) == [1, 0], "what nothing explains does"
 
 
+def test_only_bytes_of_messages_count_where_malloc_is_not_measured(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There, what others have freed is not memory that a message may have got."""
+    read = 0
+    monkeypatch.setattr(connections, "_bytes_read", lambda descriptor: read)
+    watched.allocated = None
+    watched.network.limit = 600 * MIB
+    watched.network.hold(peer(9), 590 * MIB)
+    assert watched.check(0) == []
+    read = 8 * MIB
+    assert watched.check(0) == []
+    watched.network.release(peer(9), 590 * MIB)
+    assert watched.check(0) == []
+    assert 0 < watched.network.total <= 8 * MIB
+    watched.network._hold(peer(9), 590 * MIB)
+    assert watched.check(0) == []
+
+
 def test_copies_of_an_index_close_no_connection(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,7 +311,11 @@ def test_index_size_is_unknown_while_ssd_journal_is_rewritten(tmp_path: Path) ->
 
 
 def test_unexplained_memory_closes_ipc_clients_that_are_silent(watched: Watched) -> None:
+    reasons: list[str] = []
+    watched.watched.on_client_shed = lambda peer, why: reasons.append(why)
     assert watched.check(400) == [1]
+    assert len(reasons) == 1
+    assert "may be" in reasons[0], "it is not known to use the most"
     assert watched.check(-400) == []
     assert watched.check(400) == []
 

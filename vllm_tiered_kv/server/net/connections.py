@@ -302,33 +302,34 @@ class Connections:
             if network.total <= limit or not weight:  # nothing would be gained
                 break
             network.unfinished -= one.unfinished + one.part_bytes
-            self._shed_client(descriptor, peer)
+            self._shed_client(descriptor, peer, "this client uses the most")
         self._has_shed = True
 
-    def _shed_client(self, descriptor: int, peer: Peer) -> None:
+    def _shed_client(self, descriptor: int, peer: Peer, why: str) -> None:
         self._network.mark_disconnected(peer)
         self._disconnect(descriptor)
-        self.on_client_shed(peer, "network memory is full and this client uses the most")
+        self.on_client_shed(peer, f"network memory is full and {why}")
         self._recorder.add(names.CLIENTS_DROPPED, 1)
         self._shed_count += 1
 
-    def _measure(self) -> int:
+    def _unexplained_of(self, allocated: int) -> int:
         """Memory that is neither the indexes' nor payloads and replies nor bytes of unfinished
         messages. Most of it is always there; only its growth means something."""
         unfinished = sum(one.unfinished for one in self._open.values())
-        allocated = allocated_bytes() or 0
         return allocated - self._network.buffers - unfinished - self._of_indexes
 
     def _estimate_parts(self, elapsed: float) -> None:
         """Divides the memory that has grown since unfinished messages began among them."""
-        of_indexes = self._index_bytes()
+        allocated, of_indexes = allocated_bytes(), self._index_bytes()
+        if allocated is None:  # only bytes of messages count
+            return
         if of_indexes is None:
             self._is_freeing = True  # soon
             return
         # Indexes keep the memory of blocks that have left, so that less is explained then.
         shrunk = max(0, self._of_indexes - of_indexes)
         self._of_indexes = of_indexes
-        before, now = self._unexplained + shrunk, self._measure()
+        before, now = self._unexplained + shrunk, self._unexplained_of(allocated)
         self._unexplained = now
         # Until zmq has closed a connection and freed its messages, others must not pay for it.
         self._is_freeing = self._awaits_close() or now < before
@@ -370,7 +371,8 @@ class Connections:
         if excess <= 0 or self._network.total + excess <= self._network.limit:
             return
         for descriptor, one in suspects:
-            self._shed_client(descriptor, Peer(one.listener, one.identity or b""))
+            peer = Peer(one.listener, one.identity or b"")
+            self._shed_client(descriptor, peer, "this client may be sending a message without end")
         self._has_shed = True
 
     def _log_shed(self) -> None:
