@@ -29,6 +29,7 @@ from vllm_tiered_kv.server.net.connections import Connections, _Connection
 from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory, request_cost
 from vllm_tiered_kv.server.net.reactor import Reactor
+from vllm_tiered_kv.server.net.receiver import Message
 from vllm_tiered_kv.server.net.sessions import Listener, Peer
 from vllm_tiered_kv.stores.memory import MemoryStore
 from vllm_tiered_kv.stores.ssd.store import SsdStore
@@ -342,6 +343,31 @@ def test_parts_that_tcp_explains_close_no_ipc_client(
     read = 11 * MIB
     assert watched.check(10 + 310) == [0]
     assert watched.network.total == 0
+
+
+def test_message_that_has_arrived_at_busy_listener_is_not_counted_twice(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else everything else would seem to be less for a moment, and later to have grown."""
+    monkeypatch.setattr(connections, "_bytes_read", lambda descriptor: 1000 * MIB)
+    watched.network.limit = 2048 * MIB
+    watched.watched._max_unfinished = 1000 * MIB
+    assert watched.check(1000) == []
+    (tcp, _), sender = watched.listeners, Peer(watched.listeners[0], b"\0")
+    other_end = watched.context.socket(zmq.DEALER)
+    tcp.socket.bind("inproc://busy")
+    other_end.connect("inproc://busy")
+    other_end.send(b"more")
+    assert tcp.socket.poll(0)
+    watched.watched.message_received(sender, Message(b"\0", b"", 1000 * MIB, 0, "", False))
+    watched.network.hold(sender, 1000 * MIB)
+    assert watched.network.total < 1001 * MIB
+    assert watched.check(0) == []
+    watched.network.release(sender, 1000 * MIB)
+    assert watched.check(-1000) == []
+    assert watched.check(0) == []
+    watched.network.hold(sender, 1500 * MIB)
+    assert watched.check(1500) == []
 
 
 def test_stream_of_messages_is_not_taken_for_one_that_never_ends(

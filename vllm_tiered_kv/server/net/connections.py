@@ -177,6 +177,10 @@ class Connections:
                 self._network.mark_reconnected(peer)
             connection.had_message = True
             connection.delivered += message.nbytes + _FRAME_BYTES * message.count
+            # At once, because it may be a while until a busy listener is checked.
+            finished = min(connection.unfinished, message.nbytes)
+            connection.unfinished -= finished
+            self._network.unfinished = max(0, self._network.unfinished - finished)
 
     def turn_ended(self, listener: Listener, messages: int) -> None:
         """Must be called with the number of messages after each turn of receiving."""
