@@ -62,6 +62,7 @@ def hung(folder: Path) -> HungFolder:
     return HungFolder(folder / "shared")
 
 
+@pytest.mark.slow
 def test_daemon_with_hung_folder_uses_it_once_it_answers(
     hung: HungFolder, start: StartDaemon, connect: Connect
 ) -> None:

@@ -31,6 +31,7 @@ from vllm_tiered_kv.server.net.network_memory import NetworkMemory, request_cost
 from vllm_tiered_kv.server.net.reactor import Reactor
 from vllm_tiered_kv.server.net.receiver import Message
 from vllm_tiered_kv.server.net.sessions import Listener, Peer
+from vllm_tiered_kv.server.options import ServerOptions
 from vllm_tiered_kv.stores.memory import MemoryStore
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 from vllm_tiered_kv.wire.codec import encode_request
@@ -69,9 +70,9 @@ def test_admit_request_beyond_client_share_is_refused(network: NetworkMemory) ->
     network.admit_request(peer(1), 1)
 
 
-def test_admit_request_beyond_limit_refuses_largest_client(network: NetworkMemory) -> None:
+def test_admit_request_beyond_limit_refuses_largest_client() -> None:
     told: list[int] = []
-    network.on_excess = lambda: told.append(network.total)
+    network = NetworkMemory(100, 40, lambda: told.append(network.total))
     for n in range(3):
         network.admit_request(peer(n), 30)
     assert_refused(network, peer(3), 31)  # itself the largest
@@ -189,6 +190,7 @@ class Watched:
         self.indexes = 500 * MIB
         self.is_rewriting = False
         self.closed: list[int] = []
+        self.reasons: list[str] = []
         monkeypatch.setattr(connections, "allocated_bytes", lambda: self.allocated)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.network = NetworkMemory(64 * MIB, MIB)
@@ -201,6 +203,7 @@ class Watched:
             10,
             30.0,
             Recorder(),
+            on_client_shed=lambda peer, why: self.reasons.append(why),
             index_bytes=lambda: None if self.is_rewriting else self.indexes,
         )
         monkeypatch.setattr(self.watched, "_disconnect", self.disconnect)
@@ -312,11 +315,9 @@ def test_index_size_is_unknown_while_ssd_journal_is_rewritten(tmp_path: Path) ->
 
 
 def test_unexplained_memory_closes_ipc_clients_that_are_silent(watched: Watched) -> None:
-    reasons: list[str] = []
-    watched.watched.on_client_shed = lambda peer, why: reasons.append(why)
     assert watched.check(400) == [1]
-    assert len(reasons) == 1
-    assert "may be" in reasons[0], "it is not known to use the most"
+    assert len(watched.reasons) == 1
+    assert "may be" in watched.reasons[0], "it is not known to use the most"
     assert watched.check(-400) == []
     assert watched.check(400) == []
 
@@ -633,3 +634,14 @@ def test_unread_replies_beyond_limit_drop_clients(start: StartDaemon, connect: C
         eventually(lambda: TOO_MUCH in daemon.logs)
         eventually(lambda: honest.stats()["network_bytes"] <= 64 * MIB)
         assert honest.get([key(0)]) == wanted
+
+
+def test_daemon_sheds_clients_as_soon_as_memory_is_exceeded() -> None:
+    """Not only with the next check, by when others would have been refused."""
+    daemon = Daemon(ServerOptions(memory=64 * MIB))
+    daemon._network.hold(peer(1), daemon._network.limit)
+    assert not daemon._connections._is_shedding
+    daemon._network.hold(peer(1), 1)
+    assert daemon._connections._is_shedding
+    daemon._close_partly_opened()
+    daemon._reactor.close()

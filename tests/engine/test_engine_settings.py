@@ -14,7 +14,8 @@ from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.metrics import names
 
 
-@pytest.mark.parametrize("eviction", mostly_slow(["lru", "s3fifo"], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("eviction", ["lru", "s3fifo"])
 def test_rounds_with_a_tier_smaller_than_the_working_set(
     tiny_model: Path, truth: Truth, eviction: str
 ) -> None:

@@ -19,7 +19,7 @@ from tests.engine.bad_rank import FAULT_FILE
 from tests.engine.bad_rank_run import BLOCK, COUNT, HEAD_BLOCKS, LENGTHS, STEP_TOKENS
 from tests.engine.engine_apart import run_apart
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 Report = dict[str, Any]
 Turn = dict[str, Any]

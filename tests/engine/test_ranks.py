@@ -125,7 +125,7 @@ def test_load_is_over_when_the_slowest_rank_is_done(
     [{}, {"hash_size": 2}, {"block_size": 8, "block_sizes": (4, 8)}],
     ids=["same_blocks", "fine_hashes", "same_spans"],
 )
-@pytest.mark.parametrize("state", [STATE, EXPORTED_STATE])
+@pytest.mark.parametrize("state", mostly_slow([STATE, EXPORTED_STATE], 1))
 def test_random_clients_of_hybrids_whose_states_are_not_divided(
     tiny_model: Path, async_scheduling: bool, state: int, shape: dict
 ) -> None:
@@ -152,7 +152,15 @@ def test_random_clients_of_hybrids_whose_states_are_not_divided(
 @pytest.mark.parametrize("seed", mostly_slow(range(3), 1))
 @pytest.mark.parametrize(
     "options",
-    [{}, {"store_delay": 4}, {"store": "lazy", "lazy_window": 24}, {"reuse_partial_tail": True}],
+    mostly_slow(
+        [
+            {},
+            {"store_delay": 4},
+            {"store": "lazy", "lazy_window": 24},
+            {"reuse_partial_tail": True},
+        ],
+        2,
+    ),
     ids=["eager", "slow", "lazy", "tails"],
 )
 def test_random_clients(

@@ -18,6 +18,7 @@ from tests.engine.made_configs import WITH_RECURRENT_STATES
 from tests.engine.toy_asking import ask, assert_tier_is_right, keys_of, prompt, total, workload
 from tests.engine.toy_engine import ToyEngine, play
 from tests.engine.toy_groups import EXPORTED_STATE, STATE, WrongRead
+from tests.patience import mostly_slow
 from vllm_tiered_kv.cache.planner import STATE_WINDOW
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.metrics import names
@@ -190,7 +191,9 @@ def test_failed_load_starts_over(tiny_model: Path, async_scheduling: bool) -> No
 @EVERY_SHAPE
 @pytest.mark.parametrize(
     "options",
-    [{}, {"store_delay": 4}, {"store": "lazy", "lazy_window": 48}, {"verify_fraction": 0.3}],
+    mostly_slow(
+        [{}, {"store_delay": 4}, {"store": "lazy", "lazy_window": 48}, {"verify_fraction": 0.3}], 2
+    ),
     ids=["eager", "slow_on_v2", "lazy", "verified"],
 )
 def test_random_clients(

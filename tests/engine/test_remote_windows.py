@@ -24,6 +24,7 @@ from tests.engine.toy_at_daemon import (
 from tests.engine.toy_engine import ToyEngine
 from tests.engine.toy_groups import STATE
 from tests.engine.window_shapes import EVERY_SHAPE, SHAPES, window_blocks
+from tests.patience import mostly_slow
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import names
 
@@ -148,7 +149,9 @@ def test_second_engine_finds_recurrent_states(open_engine, windows: tuple) -> No
 RECURRENT = {"recurrent": {"windows": (None, STATE), "retention": 0}}
 
 
-@pytest.mark.parametrize("name", ["window", "two_windows", "small_window_blocks", "recurrent"])
+@pytest.mark.parametrize(
+    "name", mostly_slow(["two_windows", "recurrent", "window", "small_window_blocks"], 2)
+)
 def test_random_clients_of_two_engines(open_engine, name: str, async_scheduling: bool) -> None:
     shape = {**SHAPES, **RECURRENT}[name]
     groups = len(shape["windows"])

@@ -21,12 +21,13 @@ from tests.engine.window_oracle import (
     model_folder,
     needed_blocks,
 )
+from tests.patience import mostly_slow
 from vllm_tiered_kv.metrics import names
 
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(scope="module", params=mostly_slow(list(MODELS), 2))
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RealEngine]:

@@ -9,11 +9,11 @@ from tests.engine import window_models
 from tests.engine.oracle import BLOCK, COUNT
 from tests.engine.real_engine import Answer, RealEngine
 
-MODELS = {
-    "mistral": window_models.MISTRAL,
-    "gemma3": window_models.GEMMA3,
+MODELS = {  # the first ones are part of every run
     "gpt_oss": window_models.GPT_OSS,
     "llama4": window_models.LLAMA4,
+    "gemma3": window_models.GEMMA3,
+    "mistral": window_models.MISTRAL,
 }
 WINDOW_BLOCKS = -(-(window_models.WINDOW - 1) // BLOCK)
 

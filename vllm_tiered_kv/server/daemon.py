@@ -94,7 +94,11 @@ class Daemon:
         self._started_at = time.time()
         keep_large_buffers()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(options.io_threads)
-        self._network = NetworkMemory(self._limits.network, self._limits.requests_per_client)
+        self._network = NetworkMemory(
+            self._limits.network,
+            self._limits.requests_per_client,
+            on_excess=lambda: self._connections.schedule_shed(),
+        )
         self._sessions = Sessions(
             options.max_sessions,
             _IDLE_SESSION_S,

@@ -138,10 +138,9 @@ class Connections:
         self._unexplained = sys.maxsize  # memory that nothing accounts for, at the last check
         self._of_indexes = 0  # memory of the indexes, at the last check
         self._is_freeing = False  # memory of closed connections
-        self.has_session = has_session
-        self.on_client_shed = on_client_shed
-        self.on_closed = on_closed
-        network.on_excess = self._schedule_shed
+        self._has_session = has_session
+        self._on_client_shed = on_client_shed
+        self._on_closed = on_closed
         reactor.after(_CHECK_INTERVAL_S, self._check)
 
     def watch(self, listener: Listener) -> None:
@@ -214,7 +213,7 @@ class Connections:
             if self._by_peer.get(peer) == descriptor:
                 del self._by_peer[peer]
                 self._network.mark_departed(peer)
-                self.on_closed(peer)
+                self._on_closed(peer)
 
     def _add(self, listener: Listener, descriptor: int) -> None:
         inode = _inode(descriptor)
@@ -277,7 +276,8 @@ class Connections:
         self._log_shed()
         self._trim_heap(elapsed)
 
-    def _schedule_shed(self) -> None:
+    def schedule_shed(self) -> None:
+        """Must be called when network memory exceeds its limit."""
         if not self._is_shedding:
             self._is_shedding = True
             self._reactor.post(self._shed)
@@ -312,7 +312,7 @@ class Connections:
     def _shed_client(self, descriptor: int, peer: Peer, why: str) -> None:
         self._network.mark_disconnected(peer)
         self._disconnect(descriptor)
-        self.on_client_shed(peer, f"network memory is full and {why}")
+        self._on_client_shed(peer, f"network memory is full and {why}")
         self._recorder.add(names.CLIENTS_DROPPED, 1)
         self._shed_count += 1
 
@@ -441,7 +441,7 @@ class Connections:
 
     def _session_fault(self, connection: _Connection, elapsed: float) -> str | None:
         identity = connection.identity
-        if identity is not None and self.has_session(Peer(connection.listener, identity)):
+        if identity is not None and self._has_session(Peer(connection.listener, identity)):
             connection.without_session_s = 0.0
             return None
         connection.without_session_s += elapsed

@@ -27,8 +27,14 @@ class NetworkMemory:
     """The account of network memory. Gateway, outbox and handlers book on it, on the reactor's
     thread only; other threads may read the total."""
 
-    def __init__(self, limit: int, max_request_bytes: int) -> None:
-        """Both in bytes. `max_request_bytes` limits the requests of one client in flight."""
+    def __init__(
+        self,
+        limit: int,
+        max_request_bytes: int,
+        on_excess: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Both in bytes. `max_request_bytes` limits the requests of one client in flight.
+        `on_excess` is called when `limit` is exceeded: a client has to be disconnected soon."""
         self.limit = limit
         self._max_request_bytes = max_request_bytes
         self._held: dict[Peer, int] = {}
@@ -39,8 +45,7 @@ class NetworkMemory:
         self._total = 0
         self.unfinished = 0  # bytes of unfinished messages inside zmq, as of the last check
         self.buffers = 0  # of payloads and replies, also those of disconnected clients
-        self.on_excess: Callable[[], None] = lambda: None
-        """Called when the limit is exceeded: a client has to be disconnected soon."""
+        self._on_excess = on_excess
 
     @property
     def total(self) -> int:
@@ -67,7 +72,7 @@ class NetworkMemory:
         if peer not in self._disconnected:
             self._total += nbytes
             if self._total + self.unfinished > self.limit:
-                self.on_excess()
+                self._on_excess()
 
     def _release(self, peer: Peer, nbytes: int) -> None:
         left = self._held[peer] - nbytes
