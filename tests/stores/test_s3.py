@@ -294,7 +294,18 @@ def test_endpoint_with_credentials_in_the_environment_is_refused(
 
 
 @pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL_STS", "AWS_METADATA_ENDPOINT"])
-@pytest.mark.parametrize("address", ["sts.local:443", "", "http://10.0.0.256"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "sts.local:443",
+        "",
+        "http://10.0.0.256",
+        "http://10.0.0.256.",
+        "http://[10.0.0.1]",
+        "http://sts.0x4",
+        "http://xn--a",
+    ],
+)
 def test_wrong_address_of_credentials_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, address: str
 ) -> None:

@@ -188,11 +188,37 @@ class SlowRename(Interrupted):
         super().__init__()
         self.renaming, self.go = threading.Event(), threading.Event()
         self.go.set()
+        self.fails = False
 
     def rename(self, source: Path, target: Path) -> None:
         self.renaming.set()
         assert self.go.wait(PATIENCE_S)
+        if self.fails:
+            self.fails = False
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         super().rename(source, target)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_journal_rewrite_is_shown_while_it_lasts(tmp_path: Path, fails: bool) -> None:
+    """The daemon does not mistake its copies of the index for messages."""
+    disk = SlowRename()
+    with (
+        opened(tmp_path / "store", disk=disk, retry_seconds=0.0) as store,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        put(store, 1, durability=Durability.DISK)
+        disk.go.clear()
+        disk.renaming.clear()
+        store._committer._rewrite = True
+        assert not store.is_rewriting
+        flushed = threads.submit(store.flush)
+        assert disk.renaming.wait(PATIENCE_S)
+        assert store.is_rewriting
+        disk.fails = fails
+        disk.go.set()
+        assert flushed.result(PATIENCE_S) is not fails
+        eventually(lambda: not store.is_rewriting)
 
 
 def test_changes_during_journal_rewrite_are_in_the_new_one(tmp_path: Path) -> None:

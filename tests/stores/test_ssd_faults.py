@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import shutil
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -16,9 +18,12 @@ from pathlib import Path
 import pytest
 
 from tests.stores.ssd_blocks import SMALL, check, content, item, key, opened, present, put, read
+from vllm_tiered_kv.cache.durable_index import BlockRows
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.errors import ConfigError, NotDeletedError
+from vllm_tiered_kv.stores.ssd import committer
 from vllm_tiered_kv.stores.ssd.disk import OsDisk
+from vllm_tiered_kv.stores.ssd.record_format import RecordArray, put_records
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 RETRY = 0.05
@@ -150,6 +155,35 @@ def test_failed_compaction_is_retried(
     with opened(tmp_path / "copy") as recovered:
         assert set(present(recovered, range(20))) >= acknowledged
         assert read(recovered, 100) == content(100)
+
+
+@pytest.mark.parametrize("fault", [("rename", "journal"), ("sync", "data")])
+def test_failed_compaction_keeps_no_copy_of_the_index(
+    store: SsdStore,
+    disk: FaultyDisk,
+    fault: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not even until garbage is collected: a disk stays full for long, and an index is large."""
+    copies: list[weakref.ref[RecordArray]] = []
+
+    def copied(rows: BlockRows) -> RecordArray:
+        records = put_records(rows)
+        copies.append(weakref.ref(records))
+        return records
+
+    monkeypatch.setattr(committer, "put_records", copied)
+    put(store, 1)
+    disk.faults[fault] = errno.ENOSPC
+    gc.disable()
+    try:
+        store._committer._rewrite = True
+        assert not store.flush()
+        assert copies
+        assert not any(copy() is not None for copy in copies)
+    finally:
+        gc.enable()
+    disk.faults.clear()
 
 
 def test_journal_close_error_is_ignored(store: SsdStore, tmp_path: Path) -> None:

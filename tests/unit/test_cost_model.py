@@ -134,6 +134,30 @@ def test_hits_of_another_length_measure_the_model_again(lengths: tuple[int, int]
         assert measured[3:] == [0, 0]
 
 
+@pytest.mark.parametrize("has_misses", [False, True])
+def test_hits_are_loaded_whole_if_no_step_is_large_enough_to_measure_the_model(
+    has_misses: bool,
+) -> None:
+    """vLLM divides long prompts into small steps with `long_prefill_token_threshold`."""
+    known = Decider()
+    known.speeds[Tier.SSD].announce(5e9)
+    for _ in range(3):
+        known.costs.step_ended(1, 1, 0.008)
+    measured = []
+    for n in range(20):
+        chosen = known.choose(n, 0, [span(Tier.SSD, 32768)])
+        known.settle("r", n, chosen)
+        known.costs.ended("r", n, chosen, {})
+        measured.append(chosen.measured)
+        for begin in range(chosen.tokens, chosen.held, 512):
+            known.costs.step_ended(512, 512 * (begin + 256), 0.02)
+        if has_misses:
+            known.costs.step_ended(512, 512 * 256, 0.02)
+        assert chosen.tokens + chosen.measured == 32768
+    assert measured[0] == 2048
+    assert not any(measured[6:])
+
+
 def test_only_the_first_hit_after_a_start_is_loaded_although_computing_is_faster() -> None:
     engine = Engine(lambda n: 1.0e9)
     for _ in range(6):

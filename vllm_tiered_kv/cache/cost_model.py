@@ -176,11 +176,13 @@ class PrefillRate:
         self._step_s = 0.0
         self._token_s: dict[int, float] = {}
 
-    def observe(self, tokens: int, attended: float, seconds: float) -> None:
-        """Adds a step that computed `tokens`; `attended` sums up the tokens before each of them."""
+    def observe(self, tokens: int, attended: float, seconds: float) -> bool:
+        """Adds a step that computed `tokens`; `attended` sums up the tokens before each of them.
+        Returns whether more is known now: steps like earlier ones only make it more exact."""
         if tokens <= 0 or seconds <= 0:
-            return
+            return False
         before = attended / tokens
+        known = self._facts()
         if self.is_small(tokens):
             self._small_steps.append(seconds)
         elif _COMPARABLE * tokens >= min(before + tokens / 2, self._step_tokens):
@@ -192,6 +194,11 @@ class PrefillRate:
             self._count += 1
         # Here and not in `seconds`, for which a request waits.
         self._estimate()
+        return self._facts() != known
+
+    def _facts(self) -> tuple[int, int, float | None]:
+        """What `knows` depends on."""
+        return min(self._count, ENOUGH), self._largest, self._start
 
     def is_small(self, tokens: int) -> bool:
         """Whether a step of this many tokens costs about as much as an empty one."""
@@ -283,7 +290,7 @@ class CostModel:
         """Loads in flight from slower tiers, with the expected seconds of each."""
         self.measured_at = float("-inf")  # when the last of them ended
         self._head_since = 0.0  # when the tier started with the first of them
-        self._tails = 0  # computed to measure the model, since a step last measured it
+        self._tails = 0  # computed to measure the model, since a step last told more of it
 
     # ---- before a load --------------------------------------------------------------------------
 
@@ -399,8 +406,7 @@ class CostModel:
 
     def step_ended(self, tokens: int, attended: float, seconds: float) -> None:
         """A step was computed; see `PrefillRate.observe`."""
-        self.prefill.observe(tokens, attended, seconds)
-        if not self.prefill.is_small(tokens):
+        if self.prefill.observe(tokens, attended, seconds):
             self._tails = 0
 
     def _waiting_s(self, now: float) -> float:

@@ -31,6 +31,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _MAX_MMAP_THRESHOLD = 32 << 20  # glibc accepts no larger value
 _KEPT_BYTES = 256 << 20  # free memory at the end of a heap that glibc keeps
 _GROWTH_BYTES = 16 << 20
+_PROBE_BYTES = 64 << 20  # address space that is never touched
 
 
 def trim() -> None:
@@ -48,22 +49,30 @@ class _MallInfo(ctypes.Structure):
 
 @functools.cache
 def _mallinfo() -> Callable[[], _MallInfo] | None:
+    """None without glibc 2.33, or if another malloc is preloaded, of which glibc knows nothing."""
     try:
-        function = ctypes.CDLL(None).mallinfo2
+        library = ctypes.CDLL(None)
+        function, malloc, free = library.mallinfo2, library.malloc, library.free
     except (OSError, AttributeError):
         return None
-    function.restype = _MallInfo
-    return function
+    function.restype, malloc.restype = _MallInfo, ctypes.c_void_p
+    malloc.argtypes, free.argtypes, free.restype = (ctypes.c_size_t,), (ctypes.c_void_p,), None
+    before = _handed_out(function())
+    probe = malloc(_PROBE_BYTES)
+    grown = _handed_out(function()) - before
+    free(probe)
+    return function if grown > _PROBE_BYTES // 2 else None
+
+
+def _handed_out(info: _MallInfo) -> int:
+    return int(info.uordblks + info.hblkhd)
 
 
 def allocated_bytes() -> int | None:
-    """What malloc has handed out and not got back, without free memory that it keeps; None without
-    glibc 2.33."""
+    """What malloc has handed out and not got back, without free memory that it keeps; None if only
+    another malloc than glibc's knows it."""
     function = _mallinfo()
-    if function is None:
-        return None
-    info = function()
-    return int(info.uordblks + info.hblkhd)
+    return None if function is None else _handed_out(function())
 
 
 @functools.cache

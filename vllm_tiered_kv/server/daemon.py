@@ -400,10 +400,12 @@ class Daemon:
         yield names.PUT_BYTES, (), self._handlers.put_bytes
         yield names.NETWORK_BYTES, (), self._network.total
 
-    def _index_bytes(self) -> int:
-        """An upper bound of what the indexes of the tiers use."""
+    def _index_bytes(self) -> int | None:
+        """An upper bound of what the indexes of the tiers use; None while one is copied."""
         if self._opened is None:
             return 0
+        if self._opened.ssd is not None and self._opened.ssd.is_rewriting:
+            return None
         stores = (self._opened.memory, self._opened.ssd)
         return _INDEX_BYTES * sum(store.usage().blocks for store in stores if store is not None)
 

@@ -107,9 +107,10 @@ class Connections:
         has_session: Callable[[Peer], bool] = lambda peer: True,
         on_client_shed: Callable[[Peer, str], None] = lambda peer, why: None,
         on_closed: Callable[[Peer], None] = lambda peer: None,
-        index_bytes: Callable[[], int] = lambda: 0,
+        index_bytes: Callable[[], int | None] = lambda: 0,
     ) -> None:
-        """`index_bytes` returns an upper bound of the memory of the tiers' indexes.
+        """`index_bytes` returns an upper bound of the memory of the tiers' indexes; None while it
+        is unknown.
         `on_client_shed` is called with the reason for a client that is disconnected because
         messages use too much memory; `on_closed` when the connection of a client has ended."""
         self._reactor = reactor
@@ -135,6 +136,7 @@ class Connections:
         self._quiet_s = 0.0
         self._index_bytes = index_bytes
         self._unexplained = sys.maxsize  # memory that nothing accounts for, at the last check
+        self._of_indexes = 0  # memory of the indexes, at the last check
         self._is_freeing = False  # memory of closed connections
         self._has_session = has_session
         self._on_client_shed = on_client_shed
@@ -174,6 +176,10 @@ class Connections:
                 self._network.mark_reconnected(peer)
             connection.had_message = True
             connection.delivered += message.nbytes + _FRAME_BYTES * message.count
+            # At once, because it may be a while until a busy listener is checked.
+            finished = min(connection.unfinished, message.nbytes)
+            connection.unfinished -= finished
+            self._network.unfinished = max(0, self._network.unfinished - finished)
 
     def turn_ended(self, listener: Listener, messages: int) -> None:
         """Must be called with the number of messages after each turn of receiving."""
@@ -300,32 +306,40 @@ class Connections:
             if network.total <= limit or not weight:  # nothing would be gained
                 break
             network.unfinished -= one.unfinished + one.part_bytes
-            self._shed_client(descriptor, peer)
+            self._shed_client(descriptor, peer, "this client uses the most")
         self._has_shed = True
 
-    def _shed_client(self, descriptor: int, peer: Peer) -> None:
+    def _shed_client(self, descriptor: int, peer: Peer, why: str) -> None:
         self._network.mark_disconnected(peer)
         self._disconnect(descriptor)
-        self._on_client_shed(peer, "network memory is full and this client uses the most")
+        self._on_client_shed(peer, f"network memory is full and {why}")
         self._recorder.add(names.CLIENTS_DROPPED, 1)
         self._shed_count += 1
 
-    def _measure(self) -> int:
+    def _unexplained_of(self, allocated: int) -> int:
         """Memory that is neither the indexes' nor payloads and replies nor bytes of unfinished
         messages. Most of it is always there; only its growth means something."""
         unfinished = sum(one.unfinished for one in self._open.values())
-        allocated = allocated_bytes() or 0
-        return allocated - self._network.buffers - unfinished - self._index_bytes()
+        return allocated - self._network.buffers - unfinished - self._of_indexes
 
     def _estimate_parts(self, elapsed: float) -> None:
         """Divides the memory that has grown since unfinished messages began among them."""
-        before, now = self._unexplained, self._measure()
+        allocated, of_indexes = allocated_bytes(), self._index_bytes()
+        if allocated is None:  # only bytes of messages count
+            return
+        if of_indexes is None:
+            self._is_freeing = True  # soon
+            return
+        # Indexes keep the memory of blocks that have left, so that less is explained then.
+        shrunk = max(0, self._of_indexes - of_indexes)
+        self._of_indexes = of_indexes
+        before, now = self._unexplained + shrunk, self._unexplained_of(allocated)
         self._unexplained = now
         # Until zmq has closed a connection and freed its messages, others must not pay for it.
         self._is_freeing = self._awaits_close() or now < before
         limits: dict[_Connection, int] = {}
         for one in self._open.values():
-            one.others_bytes = min(one.others_bytes, now)
+            one.others_bytes = min(one.others_bytes + shrunk, now)
             if one.listener.is_local:
                 one.silent_s = 0.0 if one.had_message else one.silent_s + elapsed
                 if one.had_message:
@@ -361,7 +375,8 @@ class Connections:
         if excess <= 0 or self._network.total + excess <= self._network.limit:
             return
         for descriptor, one in suspects:
-            self._shed_client(descriptor, Peer(one.listener, one.identity or b""))
+            peer = Peer(one.listener, one.identity or b"")
+            self._shed_client(descriptor, peer, "this client may be sending a message without end")
         self._has_shed = True
 
     def _log_shed(self) -> None:

@@ -6,7 +6,6 @@ describes both.
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import os
 import re
@@ -23,6 +22,7 @@ _OPTIONS = ("endpoint", "region", "cacert")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*", re.ASCII)
 _ENDPOINT = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:[0-9]{1,5})?", re.ASCII)
+_NUMBER = re.compile(r"[0-9]+|0[xX][0-9a-fA-F]*", re.ASCII)  # ends an IP address, not a name
 # Services that give out credentials. The client library panics at an address that is not a URL, and
 # takes the process with it.
 _CREDENTIAL_VARIABLES = ("AWS_ENDPOINT_URL_STS", "AWS_METADATA_ENDPOINT")
@@ -88,9 +88,18 @@ def _is_service(url: str) -> bool:
     found = _ENDPOINT.fullmatch(url)
     if found is None or int((found[2] or ":0")[1:]) >= 1 << 16:
         return False
-    host = found[1].strip("[]")
-    if host != found[1] or host.rpartition(".")[2].isdigit():  # then it has to be an IP address
-        with contextlib.suppress(ValueError):
-            return bool(ipaddress.ip_address(host))
+    host = found[1]
+    try:
+        if host.startswith("["):
+            ipaddress.IPv6Address(host[1:-1])
+        elif _NUMBER.fullmatch(host.removesuffix(".").rpartition(".")[2]):
+            ipaddress.IPv4Address(host.removesuffix("."))
+        else:
+            return not any(map(_is_encoded, host.encode().decode("idna").split(".")))
+    except ValueError:
         return False
     return True
+
+
+def _is_encoded(label: str) -> bool:
+    return label.lower().startswith("xn--")

@@ -78,6 +78,7 @@ class Committer:
         self._unsynced: list[int] = []
         self.has_lost = False  # since the last flush; nobody has taken the list of these blocks
         self.data_failures = 0  # failed syncs of the data file
+        self.is_rewriting = False  # the journal, from a copy of the index
         self._queued_since = 0.0
         self._next = 1  # the cycle that will write the current queue
         self._done = 0  # the last cycle that ended
@@ -182,7 +183,7 @@ class Committer:
                     self._folder,
                 )
             finally:
-                self._stopped = True
+                self._stopped, self.is_rewriting = True, False
                 self._finished.notify_all()
 
     def _wait_for_work(self) -> None:
@@ -208,7 +209,7 @@ class Committer:
         self._urgent = False
         quarantined = self._index.take_quarantined()
         self._releasing = bool(quarantined)
-        rewrite = self._should_rewrite(len(batch))
+        rewrite = self.is_rewriting = self._should_rewrite(len(batch))
         records: Records = put_records(self._index.rows(MAX_KEY_BYTES)) if rewrite else batch
         sync_data = sync_all or rewrite or (self._group and bool(self._unsynced))
         written: list[int] = []
@@ -226,8 +227,11 @@ class Committer:
         except OSError as failure:
             error = failure
         finally:
+            if error is not None:
+                error.__traceback__ = None  # it keeps the records until garbage is collected
+            del records
             self._lock.acquire()
-            self._in_cycle = False
+            self._in_cycle = self.is_rewriting = False
         self._releasing = False
         self._done = number
         if error is None:

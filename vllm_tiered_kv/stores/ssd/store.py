@@ -202,6 +202,11 @@ class SsdStore:
         members = zip(rows.keys[is_member], rows.key_bytes[is_member].tolist(), strict=True)
         return [StoreKey(key[:nbytes].tobytes()) for key, nbytes in members]
 
+    @property
+    def is_rewriting(self) -> bool:
+        """Whether the journal is being rewritten, which copies the index. Never waits."""
+        return self._committer.is_rewriting
+
     def usage(self) -> StoreUsage:
         with self._lock:
             return StoreUsage(len(self._index), self._table.live_bytes, self._budget.capacity_bytes)
