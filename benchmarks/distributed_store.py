@@ -292,6 +292,8 @@ def row(by_side: dict[str, list[tuple[float, float]]], nbytes: int, action: str)
         found[side]["cpu_seconds"] = round(statistics.median(cpu for _, cpu in samples), 4)
         if side not in ("store", "client"):
             found[side] |= beside(samples, by_side["client"])
+    if "client_verified" in by_side:
+        found["of_client_verified"] = beside(by_side["store"], by_side["client_verified"])
     return found
 
 

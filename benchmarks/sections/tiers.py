@@ -149,7 +149,8 @@ What the store adds to the client: speed as a part of that of the client alone, 
 client's processor time over that with it. *header* is the client with a header beside each block,
 in memory of its own; *checksum* is this client when it computes checksums too, the least that a
 store with this format and this promise does; *store* is the store, which also asks before a put
-what is there.
+what is there. The last column of each is the store beside the client that does the same work:
+medians of the same rounds, with quartiles.
 """
 
 
@@ -162,8 +163,12 @@ def _added(result: Result) -> str:
             for one in (store["client_header"], store["client_verified"], store):
                 both = [number(one[ratio]["median"], 2) for ratio in ("ratio", "cpu_ratio")]
                 cells.append(f"{both[0]} ({both[1]})")
+            same = store["of_client_verified"]["ratio"]
+            cells.append(
+                f"{number(same['median'], 2)} ({number(same['q1'], 2)} … {number(same['q3'], 2)})"
+            )
         rows.append(cells)
-    ways = ("header", "checksum", "store")
+    ways = ("header", "checksum", "store", "store beside checksum")
     return table(
         ["block", *(f"{action}, {way}" for action in ("put", "get") for way in ways)], rows
     )
