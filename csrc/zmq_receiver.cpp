@@ -47,9 +47,9 @@ bool ZmqReceiver::receive() {
 }
 
 bool ZmqReceiver::drop(size_t most, size_t& dropped, size_t& bytes) {
-  bool has_more = true;
+  bool follows = true;  // another frame
   alignas(void*) unsigned char frame[sizeof header_];
-  for (dropped = bytes = 0; has_more && dropped < most; ++dropped) {
+  for (dropped = bytes = 0; follows && dropped < most; ++dropped) {
     zmq_.msg_init(frame);
     int size = 0;
     try {
@@ -58,12 +58,12 @@ bool ZmqReceiver::drop(size_t most, size_t& dropped, size_t& bytes) {
       zmq_.msg_close(frame);
       throw;
     }
-    if (size >= 0) has_more = zmq_.msg_more(frame) != 0;
+    if (size >= 0) follows = zmq_.msg_more(frame) != 0;
     zmq_.msg_close(frame);
     if (size < 0) break;
     bytes += size_t(size);
   }
-  return has_more;
+  return follows;
 }
 
 std::string_view ZmqReceiver::header() const {
