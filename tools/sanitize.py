@@ -34,6 +34,7 @@ THREADED_TESTS = (
     "tests/unit/test_native_get_headers.py",
     "tests/unit/test_native_hashing.py",
     "tests/unit/test_native_lists.py",
+    "tests/unit/test_native_memory.py",
     "tests/unit/test_native_threads.py",
     "tests/unit/test_device.py",
     "tests/unit/test_prefault.py",
