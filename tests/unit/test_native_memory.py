@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ def fresh() -> Iterator[None]:
 
 
 @pytest.mark.skipif(GLIBC < (2, 33), reason="needs glibc 2.33")
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="has its own malloc")
 def test_allocated_bytes_counts_what_malloc_has_handed_out() -> None:
     before = memory.allocated_bytes()
     assert before is not None
