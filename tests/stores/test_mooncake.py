@@ -392,7 +392,8 @@ def test_killed_node_costs_misses_and_is_used_when_it_is_back(replicas: int) -> 
             assert not thread.is_alive()
         assert wrong == []
         assert slowest[0] < LATE_S
-        assert store.damaged_blocks > 0, "some reads failed and are counted"
+        if replicas == 1:  # else the second try may have found every block at the other node
+            assert store.damaged_blocks > 0, "some reads failed and are counted"
         here = store.contains(keys)
         assert all(here) if replicas == 2 else 0 < sum(here) < len(keys)
         buffers = [bytearray(256 << 10) for _ in keys]
