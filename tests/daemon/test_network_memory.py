@@ -374,7 +374,7 @@ def test_message_that_has_arrived_at_busy_listener_is_not_counted_twice(
 def test_stream_of_messages_is_not_taken_for_one_that_never_ends(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever it is looked at, a message is under way, but each time another one."""
+    """Each check sees an unfinished message, but never the same one."""
     read = 0
     monkeypatch.setattr(connections, "_bytes_read", lambda descriptor: read)
     connection = watched.watched._open[0]

@@ -230,8 +230,8 @@ def test_random_clients(
         copier.fail_every = 0.2
         copier.drop_stores = 0.1
         copier.max_delay = 2 + 3 * number
-        # In a pipeline later steps are under way, too, and Model Runner V2 rewinds no request on
-        # the GPU: such a step cannot be taken back.
+        # A pipeline has already started later steps, and Model Runner V2 rewinds no request on the
+        # GPU. So a failed step cannot be discarded.
         can_rewind = not async_scheduling and parallel not in (STAGES, CONTEXT)
         copier.fail_ahead = 0.2 if can_rewind else 0.0
     workload(engine, seed, 60)

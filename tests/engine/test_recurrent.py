@@ -35,6 +35,11 @@ SHAPES = {
     "fine_and_exported": {"windows": (None, EXPORTED_STATE), "hash_size": 2},
 }
 EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
+# States alone tell nothing about a prefix that prompts share.
+WITH_ATTENTION = pytest.mark.parametrize(
+    "shape",
+    [pytest.param(shape, id=name) for name, shape in SHAPES.items() if None in shape["windows"]],
+)
 EVERY_RETENTION = pytest.mark.parametrize("retention", [0, 8, None], ids=["few", "some", "all"])
 
 
@@ -83,14 +88,12 @@ def test_repeated_prompt_is_found_as_by_vllm_itself(
     assert assert_tier_is_right(engine)
 
 
-@EVERY_SHAPE
+@WITH_ATTENTION
 def test_prefix_that_prompts_share_is_found_by_the_third(
     tiny_model: Path, async_scheduling: bool, shape: dict
 ) -> None:
     """The second prompt finds the blocks of full attention, but no state where it diverges: vLLM
     then keeps the state there, although its own cache holds nothing of the prefix."""
-    if None not in shape["windows"]:
-        pytest.skip("states alone tell nothing about a shared prefix")
     engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=256, retention=0, **shape)
     rng = random.Random(2)
     stem = prompt(rng, 38)

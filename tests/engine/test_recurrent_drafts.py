@@ -1,7 +1,7 @@
 """Recurrent layers with speculative decoding under vLLM's real schedulers, in "align" mode.
 
-A step leaves one state for each draft, and nobody knows yet which of them will be accepted. What
-the tier stores must be the state after a block of confirmed tokens, and no other.
+A step computes one state for each draft before it is known which drafts are accepted. The tier must
+store only the state after a block of accepted tokens.
 """
 
 from __future__ import annotations

@@ -135,8 +135,8 @@ def _listens(port: int) -> bool:
 
 
 class MemoryUse:
-    """Which memory the client library of this process is told of, as pairs of address and length:
-    what is registered with it, and where the payloads of blocks lie that it moves."""
+    """Records the memory that Mooncake's client library is given, as pairs of address and length:
+    the registered regions, and the payloads of the blocks that it moves."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         from mooncake.store import MooncakeDistributedStore

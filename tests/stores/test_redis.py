@@ -516,7 +516,7 @@ def test_server_that_stalls_within_a_value_costs_a_deadline(limit: str) -> None:
         begin = time.monotonic()
         for work in (
             lambda: connection.value(connection.bulk_length()),
-            lambda: connection.send([bytes(16 * MIB)]),  # which nobody reads
+            lambda: connection.send([bytes(16 * MIB)]),  # `theirs` never reads it
         ):
             connection.deadline = time.monotonic() + (0.2 if limit == "deadline" else 60.0)
             with pytest.raises(TimeoutError):

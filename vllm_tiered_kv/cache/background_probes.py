@@ -34,7 +34,7 @@ class BackgroundProbes:
 
     def added(self, now: float, choice: Choice) -> Choice:
         """Returns the choice with the probe, if any, of tokens that it does not load."""
-        if choice.measured:  # the load is under way, and measures the tier
+        if choice.measured:  # its load measures the tier
             return choice
         start = choice.tokens
         for part in between(start, choice.held, choice.spans):

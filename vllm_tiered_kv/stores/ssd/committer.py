@@ -76,7 +76,7 @@ class Committer:
         # Slots written since the last sync of the data began. With fsync policy NEVER, the data is
         # synced only when the journal is rewritten, which bounds this list.
         self._unsynced: list[int] = []
-        self.has_lost = False  # since the last flush; nobody has taken the list of these blocks
+        self.has_lost = False  # blocks since the last flush that `take_lost` has not returned yet
         self.data_failures = 0  # failed syncs of the data file
         self.is_rewriting = False  # the journal, from a copy of the index
         self._queued_since = 0.0
