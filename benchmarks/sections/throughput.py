@@ -7,9 +7,10 @@ from typing import Any
 
 from benchmarks.plots import Plot, Series
 from benchmarks.result_files import Result, Results
-from benchmarks.sections.markdown import image, measured_on, number, table
+from benchmarks.sections.markdown import image, measured_on, median, number, table
 from benchmarks.throughput.engines import HEAD_SIZE, SHAPES
 from benchmarks.throughput.record import Cells
+from benchmarks.throughput.store_overhead import COMPARED
 
 SCHEDULING = {"sync": "sync", "async": "async-2"}
 _SHAPES = {shape.name: shape for shape in SHAPES}
@@ -72,11 +73,13 @@ def prefill_and_swap(data: dict[str, Any]) -> str:
 
 
 def store_overhead(data: dict[str, Any]) -> str:
-    text = _intro(data, "Up to {prompts} prompts of {prompt_tokens} tokens, requests per second.")
-    for base, other, names in (
-        ("vllm", "tiered", ("", "offloading-")),
-        ("tiered", "daemon", ("swap_out-", "transfer_out-")),
-    ):
+    text = _intro(
+        data,
+        "Up to {prompts} prompts of {prompt_tokens} tokens, requests per second. Deltas are of equal "
+        "rounds, medians with quartiles: 1 is no cost, less is slower.",
+    )
+    names_of = (("", "offloading-"), ("swap_out-", "transfer_out-"))
+    for (base, other), names in zip(COMPARED, names_of, strict=True):
         for gpu_cache in (True, False):
             made = _overhead(Cells(data), base, other, names, gpu_cache)
             if made:
@@ -105,13 +108,12 @@ def _overhead(cells: Cells, base: str, other: str, names: tuple[str, str], gpu_c
             for system in (base, other)
             for scheduling in SCHEDULING
         ]
-        # Of speeds, so that 1 is no cost and less is slower.
         deltas = [
-            cells.ratio(labels(base, scheduling, chunk), labels(other, scheduling, chunk))
+            median((cells.find(**labels(other, scheduling, chunk)) or {}).get("ratios"), 2)
             for scheduling in SCHEDULING
         ]
         measured = measured or any(rate is not None for rate in rates)
-        rows.append([str(chunk), *(number(value, 2) for value in (*rates, *deltas))])
+        rows.append([str(chunk), *(number(rate, 2) for rate in rates), *deltas])
     return table(header, rows) if measured else ""
 
 

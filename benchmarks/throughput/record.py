@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.result_files import describe_environment, flags, save
+from benchmarks.result_files import describe_environment, flags, save, spread
 
 
 class Record:
@@ -67,6 +67,18 @@ class Record:
         self.say(f"{shown}: {seconds:.4f} s, {requests / seconds:.2f}/s")
         self.save()
 
+    def compare(self, one: dict[str, Any], other: dict[str, Any]) -> None:
+        """Keeps how much faster `other` was than `one`, by request, in each of their rounds."""
+        first, second = (tuple(labels.items()) for labels in (one, other))
+        requests = [self._cells.get(key, {}).get("requests") for key in (first, second)]
+        if None in requests:
+            return
+        speed = requests[1] / requests[0]
+        pairs = zip(self._repetitions[first], self._repetitions[second], strict=False)
+        ratios = [speed * before / after for before, after in pairs]
+        self._cells[second]["ratios"] = spread(ratios)
+        self.save()
+
     def loaded_blocks(self, labels: dict[str, Any], by_tier: dict[str, float]) -> None:
         """Where the blocks of the last sample with these labels came from."""
         loaded = {tier: count for tier, count in by_tier.items() if count}
@@ -95,7 +107,7 @@ class Record:
         save(self._out, self._content, {"engines": self._engines, "samples": samples})
 
 
-_NOT_LABELS = ("requests", "seconds", "range", "loaded_blocks")
+_NOT_LABELS = ("requests", "seconds", "range", "ratios", "loaded_blocks")
 
 
 class Cells:

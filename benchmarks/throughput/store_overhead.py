@@ -5,8 +5,9 @@
 Prompts of 8192 tokens that nobody has seen, one token of output, by tokens per step; with and
 without the GPU's prefix cache, with synchronous and asynchronous scheduling. The three engines that
 are compared with each other live at the same time and take turns; the others are not there then,
-because a machine with a dozen engines tells no times that repeat. With small steps prompts run one
-after the other, so fewer of them tell the same rate: each cell says how many it was measured with.
+because a machine with a dozen engines tells no times that repeat. Ratios are those of equal rounds,
+since the speed of a processor may change within seconds. With small steps prompts run one after the
+other, so fewer of them tell the same rate: each cell says how many it was measured with.
 """
 
 from __future__ import annotations
@@ -21,18 +22,20 @@ from benchmarks.throughput.engines import CHUNK, Prompts
 from benchmarks.throughput.record import Record
 
 SYSTEMS = ("vllm", "tiered", "daemon")
+COMPARED = (("vllm", "tiered"), ("tiered", "daemon"))
 
 
 @dataclass(frozen=True)
 class Sizes:
     prompt_tokens: int = 8192
-    prompts: int = 4
+    prompts: int = 2
     steps_at_most: int = 32
     """Prompts are left out as long as more steps than these would be needed."""
     chunks: tuple[int, ...] = (1024, 768, 512, 384, 256, 128, 64, 32)
-    repetitions: int = 3
-    once_below: int = 128
-    """Smaller chunks than this are measured once: they take the longest."""
+    repetitions: int = 5
+    small_below: int = 128
+    """Smaller chunks than this take the longest."""
+    small_repetitions: int = 2
     asynchronous: int = 1
     gpu_cache_on: int = 1
     gpu_cache_off: int = 1
@@ -89,7 +92,7 @@ def _compare(
     order = list(zip(names, SYSTEMS, strict=True))
     for repetition in range(sizes.repetitions):
         for number, chunk in enumerate(sizes.chunks):
-            if repetition and chunk < sizes.once_below:
+            if repetition >= sizes.small_repetitions and chunk < sizes.small_below:
                 continue
             count = prompts_for(sizes, chunk)
             turn = (repetition + number) % len(order)
@@ -104,6 +107,12 @@ def _compare(
                     asked = engine.ask(fresh.distinct(count, sizes.prompt_tokens))
                     record.add(asked.seconds, count, system=system, **setting, chunk=chunk)
                     engine.settle()
+    for base, other in COMPARED:
+        for chunk in sizes.chunks:
+            record.compare(
+                {"system": base, **setting, "chunk": chunk},
+                {"system": other, **setting, "chunk": chunk},
+            )
     for name in pool.alive(names):
         with pool.surviving(name, record):
             engines[name].set_chunk(CHUNK)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.engine_process import EngineSpec
-from benchmarks.result_files import Result, Results, raw_path
+from benchmarks.result_files import Result, Results, raw_path, spread
 from benchmarks.sections import throughput as tables
 from benchmarks.throughput import documents, hit_rates, long_prefill, store_overhead
 from benchmarks.throughput.engine_pool import EnginePool, distinct
@@ -90,6 +90,7 @@ def test_prefill_and_swap() -> None:
 
 def overhead_cells() -> list[dict[str, Any]]:
     seconds = {"vllm": 2.0, "tiered": 2.5, "daemon": 5.0}
+    ratios = {"tiered": {"ratios": spread([0.72, 0.88])}, "daemon": {"ratios": spread([0.5])}}
     return [
         cell(
             seconds[system] / (2 if scheduling == "async" else 1),
@@ -98,6 +99,7 @@ def overhead_cells() -> list[dict[str, Any]]:
             scheduling=scheduling,
             gpu_cache=gpu_cache,
             chunk=chunk,
+            **ratios.get(system, {}),
         )
         for gpu_cache in (True, False)
         for system in seconds
@@ -121,7 +123,7 @@ def test_store_overhead() -> None:
         "Delta-sync",
         "Delta-async-2",
     ]
-    assert found[0][1] == ["1024", "2.00", "4.00", "1.60", "3.20", "0.80", "0.80"]
+    assert found[0][1] == ["1024", "2.00", "4.00", "1.60", "3.20", *["0.80 (0.76 … 0.84)"] * 2]
     assert found[0][2][0] == "32"
     assert found[2][0][1:] == [
         "swap_out-sync",
@@ -131,7 +133,7 @@ def test_store_overhead() -> None:
         "Delta-sync",
         "Delta-async-2",
     ]
-    assert found[2][1] == ["1024", "1.60", "3.20", "0.80", "1.60", "0.50", "0.50"]
+    assert found[2][1] == ["1024", "1.60", "3.20", "0.80", "1.60", *["0.50 (0.50 … 0.50)"] * 2]
 
 
 def test_missing_measurements_are_blank() -> None:
@@ -140,7 +142,7 @@ def test_missing_measurements_are_blank() -> None:
 
     found = list(tables_of(tables.store_overhead(data({"prompts": 4, "prompt_tokens": 8}, cells))))
 
-    assert found[0][1] == ["1024", "2.00", NOTHING, "1.60", NOTHING, "0.80", NOTHING]
+    assert found[0][1] == ["1024", "2.00", NOTHING, "1.60", NOTHING, "0.80 (0.76 … 0.84)", NOTHING]
     assert len(found) == 2, "no table without a single number"
     assert found[1][1][3] == NOTHING
 
@@ -324,6 +326,24 @@ def test_record_grows_in_its_file(tmp_path: Path) -> None:
     assert not record.over
 
 
+def test_rounds_are_compared_with_each_other(tmp_path: Path) -> None:
+    """Both systems are twice as slow in the second round: that says nothing of either."""
+    out = tmp_path / "store.json"
+    record = Record("store_overhead", Sizes(), out, None)
+    for slower in (1, 2):
+        record.add(1.0 * slower, 2, system="vllm", chunk=64)
+        record.add(2.0 * slower, 2, system="tiered", chunk=64)
+
+    record.compare({"system": "vllm", "chunk": 64}, {"system": "tiered", "chunk": 64})
+    record.compare({"system": "tiered", "chunk": 64}, {"system": "daemon", "chunk": 64})
+
+    cells = Cells(json.loads(out.read_text()))
+    found = cells.find(system="tiered", chunk=64)
+    assert found is not None
+    assert found["ratios"] == spread([0.5, 0.5])
+    assert cells.rate(system="tiered", chunk=64) == pytest.approx(2 / 3)
+
+
 @pytest.mark.parametrize("out", [["--out", "/tmp/x.json"], ["--out-dir=/tmp"]])
 def test_record_says_how_it_was_made_but_not_where_it_went(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: list[str]
@@ -404,6 +424,6 @@ def test_first_engine_of_a_model_starts_ahead_of_the_others() -> None:
     assert again == [["a0"]]
 
 
-@pytest.mark.parametrize(("chunk", "prompts"), [(1024, 4), (512, 2), (256, 1), (32, 1)])
+@pytest.mark.parametrize(("chunk", "prompts"), [(1024, 2), (512, 2), (256, 1), (32, 1)])
 def test_small_chunks_are_measured_with_fewer_prompts(chunk: int, prompts: int) -> None:
     assert store_overhead.prompts_for(store_overhead.SIZES, chunk) == prompts
