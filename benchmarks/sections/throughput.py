@@ -75,8 +75,8 @@ def prefill_and_swap(data: dict[str, Any]) -> str:
 def store_overhead(data: dict[str, Any]) -> str:
     text = _intro(
         data,
-        "Up to {prompts} prompts of {prompt_tokens} tokens, requests per second. Deltas are of equal "
-        "rounds, medians with quartiles: 1 is no cost, less is slower.",
+        "Up to {prompts} prompts of {prompt_tokens} tokens, requests per second. Deltas are of "
+        "equal rounds, medians with quartiles: 1 is no cost, less is slower.",
     )
     names_of = (("", "offloading-"), ("swap_out-", "transfer_out-"))
     for (base, other), names in zip(COMPARED, names_of, strict=True):
