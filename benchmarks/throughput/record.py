@@ -70,10 +70,9 @@ class Record:
     def compare(self, one: dict[str, Any], other: dict[str, Any]) -> None:
         """Keeps how much faster `other` was than `one`, by request, in each of their rounds."""
         first, second = (tuple(labels.items()) for labels in (one, other))
-        requests = [self._cells.get(key, {}).get("requests") for key in (first, second)]
-        if None in requests:
+        if first not in self._cells or second not in self._cells:
             return
-        speed = requests[1] / requests[0]
+        speed = self._cells[second]["requests"] / self._cells[first]["requests"]
         pairs = zip(self._repetitions[first], self._repetitions[second], strict=False)
         ratios = [speed * before / after for before, after in pairs]
         self._cells[second]["ratios"] = spread(ratios)
