@@ -38,6 +38,8 @@ RANKS: dict[str, Any] = {
     "cpu_distributed_timeout_seconds": 60,
     "dtype": "bfloat16",
     "enforce_eager": True,
+    "max_num_batched_tokens": 2048,
+    "max_num_seqs": 8,
     "num_gpu_blocks_override": 512,
     **memory(1),
 }
@@ -47,6 +49,7 @@ def check_ranks(folder: Path, config: dict[str, Any], span: int, **settings: Any
     """A block of the engine stands for so many tokens."""
     model = write_weights(write_config(folder / "model", config))
     report = run_ranks(model, {**RANKS, **settings}, GLOO_SOCKET_IFNAME="lo")
+    print(f"attention of each rank: {report['attention']}")
     assert [answer["cached"] for answer in report["cold"]] == [0] * len(LENGTHS)
     check_hits(report, span)
     counters = report["counters"]
