@@ -38,6 +38,10 @@ GROUPS = (  # longest first; each engine takes a minute to start
         (f"recurrent drafts, {name}", "tests/gpu/test_recurrent_drafts_gpu.py", "-k", name)
         for name in ("mtp_runner_2", "mtp_runner_1", "mamba_2_ngram")
     ),
+    *(
+        (f"{kind} context parallelism", "tests/gpu/test_context_parallel_gpu.py", "-k", kind)
+        for kind in ("decode", "prefill")
+    ),
     ("engine, async scheduling", "tests/gpu/test_engine_gpu.py", "-k", "async_on"),
     ("engine, plain scheduling", "tests/gpu/test_engine_gpu.py", "-k", "async_off"),
     ("verified hits", "tests/gpu/test_verified_gpu.py"),

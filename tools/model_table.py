@@ -320,6 +320,7 @@ ROWS = (
         State.CACHED,
         (
             "tests/engine/test_parallel.py::test_ranks_that_divide_the_tokens_of_a_block",
+            "tests/gpu/test_context_parallel_gpu.py::test_decode_context_parallelism",
             "tests/engine/test_ranks.py::test_random_clients",
             "tests/engine/test_ranks.py"
             "::test_random_clients_of_hybrids_whose_states_are_not_divided",
@@ -329,9 +330,9 @@ ROWS = (
         "a block stands for the tokens of all ranks of a DCP group, and blocks are shared only "
         "between engines with the same number of ranks and the same interleave size; several DCP "
         "groups with the same KV each store it. vLLM itself runs DCP with full attention, MLA and "
-        "recurrent layers, not with sliding windows or chunks. Its attention back-ends for CPUs "
-        "cannot run it: shown on CPUs for MQA with an attention of the tests' own, for recurrent "
-        "layers with vLLM's schedulers, and not yet on a GPU",
+        "recurrent layers, not with sliding windows or chunks. Shown for MQA and MLA with vLLM's "
+        "kernels, by two ranks on one GPU whose collectives go through the host, and for recurrent "
+        "layers with vLLM's schedulers",
     ),
     Row(
         "Prefill context parallelism (`--prefill-context-parallel-size`)",
@@ -341,6 +342,7 @@ ROWS = (
             "::test_each_rank_holds_after_a_step_what_it_would_without_pcp",
             "tests/engine/test_prefill_context.py"
             "::test_ranks_of_both_parallelisms_share_one_memory",
+            "tests/gpu/test_context_parallel_gpu.py::test_prefill_context_parallelism",
             "tests/engine/test_ranks.py::test_random_clients",
             "tests/engine/test_ranks.py"
             "::test_random_clients_of_both_context_parallelisms_over_tensor_parallel_ranks",
@@ -351,8 +353,9 @@ ROWS = (
         "Model Runner V2 and several GPUs, beside DCP only with sparse MLA (DeepSeek-V3.2, GLM-5). "
         "Each layer gathers the KV of all ranks' tokens before it writes it: without DCP all ranks "
         "hold the same, of which the CPU tier and daemons keep one copy (with a pipeline, one per "
-        "rank), with DCP each holds its part. Shown with vLLM's schedulers and with its own "
-        "division of tokens and gathering of KV on CPUs, not yet on GPUs",
+        "rank), with DCP each holds its part. Shown without DCP with vLLM's kernels, by two ranks "
+        "on one GPU whose collectives go through the host; with DCP with vLLM's schedulers, and "
+        "with its own division of tokens and gathering of KV on CPUs",
     ),
     Row(
         "Prefill context parallelism with other layers than MLA",

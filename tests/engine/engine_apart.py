@@ -18,16 +18,22 @@ _MARK = "RESULT "
 def run_apart(module: str, *arguments: str, **environment: str) -> dict[str, Any]:
     """What a module of this folder reports, run to its end."""
     path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", f"tests.engine.{module}", *arguments],
         env={**os.environ, **environment, "PYTHONPATH": path},
         cwd=_ROOT,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=500,
     )
-    found = told_in(done.stdout)
-    assert found is not None, (done.stdout + done.stderr)[-4000:]
+    try:
+        out, errors = process.communicate(timeout=500)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, errors = process.communicate()
+    found = told_in(out)
+    # All of it: the traceback of a worker comes long before that of its engine.
+    assert found is not None, errors + out
     return found
 
 
@@ -48,12 +54,10 @@ def open_engine(model: str, options: dict[str, Any], **settings: Any) -> Any:
     return LLM(
         model=model,
         skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=1024,
         seed=0,
         disable_log_stats=False,
         kv_transfer_config=connector(options),
-        **settings,
+        **{"dtype": "float32", "max_model_len": 1024, **settings},
     )
 
 

@@ -23,6 +23,15 @@ def corrupt_arena(worker, rank: int) -> int:
     return arena.nbytes
 
 
+def attention_of(worker) -> list[str]:
+    """In a worker: the names of vLLM's back-ends for its layers."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    layers = get_layers_from_vllm_config(worker.vllm_config, AttentionLayerBase)
+    return sorted({layer.get_attn_backend().get_name() for layer in layers.values()})
+
+
 def main(model: str, settings: dict) -> None:
     from vllm import SamplingParams
 
@@ -58,7 +67,8 @@ def main(model: str, settings: dict) -> None:
             told.append([n for name, n in counters().items() if name.endswith("_blocks")])
         return counters()
 
-    report = {"cold": ask(), "device": ask()}
+    report = {"attention": llm.collective_rpc(attention_of)}
+    report |= {"cold": ask(), "device": ask()}
     drop()
     report["tier"] = ask()
     drop()
