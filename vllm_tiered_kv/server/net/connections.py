@@ -7,14 +7,16 @@ in full. The daemon closes a connection if
 - the unfinished message is larger than any allowed message, stalls, or takes too long,
 - it has had no session for a while,
 - too many connections are open,
-- messages exceed the network memory limit and this client uses the most.
+- messages exceed the network memory limit and this client uses the most,
+- over ipc, it has delivered no message for as long as one may take and has nothing in flight.
 A well-behaved client reconnects and sends `hello` again.
 
 zmq uses at least 64 bytes for each part of a message, and a part may take 2 bytes on the wire. What
 unfinished messages really need is therefore measured, as the memory that malloc has handed out
 since they began and that is not accounted for otherwise. The kernel counts no bytes of ipc
 connections, so their clients are suspected when there is more of it than all tcp connections
-explain and they have sent no message meanwhile.
+explain and they have sent no message meanwhile. Nor does anything tell an ipc client that stopped
+in the middle of a message from an idle one, so idle ones are closed, too, if they lose nothing.
 
 A listener may also have complete messages waiting. zmq fair-queues over connections, so after a
 full round of messages each connection that had one waiting has delivered it.
@@ -87,6 +89,7 @@ class _Connection:
     last_unfinished: int = 0  # the same as of the check before
     had_message: bool = False  # delivered a message since the last check
     silent_s: float = 0.0  # over ipc, since it delivered a message
+    idle_s: float = 0.0  # over ipc, since it delivered a message or had something in flight
     others_bytes: int = sys.maxsize  # unexplained memory when the unfinished message began
     part_bytes: int = 0  # estimated memory of the unfinished message's parts, beyond its bytes
 
@@ -105,12 +108,16 @@ class Connections:
         stall_s: float,
         recorder: Recorder,
         has_session: Callable[[Peer], bool] = lambda peer: True,
+        has_in_flight: Callable[[Peer], bool] = lambda peer: False,
+        on_client_idle: Callable[[Peer], None] = lambda peer: None,
         on_client_shed: Callable[[Peer, str], None] = lambda peer, why: None,
         on_closed: Callable[[Peer], None] = lambda peer: None,
         index_bytes: Callable[[], int | None] = lambda: 0,
     ) -> None:
         """`index_bytes` returns an upper bound of the memory of the tiers' indexes; None while it
         is unknown.
+        `has_in_flight` says whether a client would lose something with its connection;
+        `on_client_idle` is called for a client whose connection is closed because it is idle.
         `on_client_shed` is called with the reason for a client that is disconnected because
         messages use too much memory; `on_closed` when the connection of a client has ended."""
         self._reactor = reactor
@@ -139,6 +146,8 @@ class Connections:
         self._of_indexes = 0  # memory of the indexes, at the last check
         self._is_freeing = False  # memory of closed connections
         self._has_session = has_session
+        self._has_in_flight = has_in_flight
+        self._on_client_idle = on_client_idle
         self._on_client_shed = on_client_shed
         self._on_closed = on_closed
         reactor.after(_CHECK_INTERVAL_S, self._check)
@@ -175,6 +184,7 @@ class Connections:
                 self._by_peer[peer] = message.descriptor
                 self._network.mark_reconnected(peer)
             connection.had_message = True
+            connection.idle_s = 0.0
             connection.delivered += message.nbytes + _FRAME_BYTES * message.count
             # At once, because it may be a while until a busy listener is checked.
             finished = min(connection.unfinished, message.nbytes)
@@ -255,12 +265,16 @@ class Connections:
         )
         self._too_many = 0
         for descriptor, connection in list(self._open.items()):
-            if connection.listener not in checked or connection.listener.is_local:
+            listener = connection.listener
+            if listener not in checked:
                 continue
-            why = self._message_fault(descriptor, connection, connection.listener in idle, elapsed)
+            if listener.is_local:
+                why = self._idle_fault(connection, elapsed)
+            else:
+                why = self._message_fault(descriptor, connection, listener in idle, elapsed)
             if why is not None:
                 self._recorder.add(names.CLIENTS_DROPPED, 1)
-            else:
+            elif not listener.is_local:
                 why = self._session_fault(connection, elapsed)
             if why is not None:
                 reasons[why] += 1
@@ -438,6 +452,22 @@ class Connections:
         if before > self._max_unfinished:
             return f"a message of more than {self._max_unfinished} bytes"
         return None
+
+    def _idle_fault(self, connection: _Connection, elapsed: float) -> str | None:
+        """Why an ipc connection that delivers no messages is closed, or None."""
+        identity = connection.identity
+        peer = None if identity is None else Peer(connection.listener, identity)
+        if peer is not None and self._has_in_flight(peer):
+            connection.idle_s = 0.0
+            return None
+        connection.idle_s += elapsed
+        limit = _MAX_MESSAGE_STALLS * self._stall_s
+        if connection.idle_s <= limit:
+            return None
+        if peer is not None:
+            self._on_client_idle(peer)
+        self._has_shed = True  # the beginning of a message may have needed much memory
+        return f"no message over ipc:// for {limit:g} s and nothing in flight"
 
     def _session_fault(self, connection: _Connection, elapsed: float) -> str | None:
         identity = connection.identity
