@@ -212,6 +212,12 @@ def test_unexplained_memory_closes_ipc_clients_that_are_silent(watched: Watched)
     assert watched.check(400) == []
 
 
+def test_unexplained_memory_that_fits_the_limit_closes_no_connection(watched: Watched) -> None:
+    others = unfinished_memory._OTHER_BYTES // MIB
+    assert watched.check(others + 60) == [], "of 64 MiB"
+    assert watched.check(10) == [1]
+
+
 def test_ipc_clients_are_spared_while_memory_is_being_freed(watched: Watched) -> None:
     watched.watched._ending[0] = os.fstat(0).st_ino
     assert watched.check(400) == [], "by a connection that zmq has not closed yet"
