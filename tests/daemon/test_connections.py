@@ -50,21 +50,21 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 from vllm_tiered_kv.server.cli import main
 sys.exit(main())
 """
-# A message may take 1.5 s, and a client may read nothing for 10 s.
+# A message may take 2 s, and a client may read nothing for 10 s.
 SHORT_DEADLINE = """
 from vllm_tiered_kv.server import cli
 from vllm_tiered_kv.server.net import connections
 
-connections._MAX_MESSAGE_STALLS = 0.15
+connections._MAX_MESSAGE_STALLS = 0.2
 """
 SLOW_FLUSH = """
 import threading
 from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
 
 flush = TieredStore.flush
-TieredStore.flush = lambda store, done: threading.Timer(4.0, flush, (store, done)).start()
+TieredStore.flush = lambda store, done: threading.Timer(6.0, flush, (store, done)).start()
 """
-IDLE = "no message over ipc:// for 1.5 s and nothing in flight"
+IDLE = "no message over ipc:// for 2 s and nothing in flight"
 
 
 class Daemon:
@@ -274,12 +274,13 @@ def test_unfinished_message_over_ipc_is_closed_and_its_memory_returned(
         honest = connect(daemon.endpoint)
         before = daemon.rss_bytes()
         with ZmtpClient(daemon.ipc) as stalled:
-            for _ in range(160):
+            for _ in range(192):
                 stalled.send(long_frame(bytes(MIB)))
-            eventually(lambda: daemon.rss_bytes() - before > 140 * MIB)
+            eventually(lambda: daemon.rss_bytes() - before > 160 * MIB)
             eventually(stalled.is_closed)
         eventually(lambda: f"closed 1 connections: {IDLE}" in daemon.logs)
-        eventually(lambda: daemon.rss_bytes() - before < 40 * MIB)
+        # malloc keeps the end of a heap, at most 64 MiB.
+        eventually(lambda: daemon.rss_bytes() - before < 100 * MIB)
         assert honest.stats()["dropped_clients"] == 1
         assert honest.put(blocks(1)) == [PutResult.STORED], "idle over tcp, and the same session"
 
