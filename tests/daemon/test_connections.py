@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,18 +16,30 @@ import zmq
 
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.daemon_process import DaemonProcess
-from tests.daemon.raw_client import RawClient, attach, block, blocks, key, wire
+from tests.daemon.raw_client import (
+    KEY_BYTES,
+    NAMESPACE,
+    RawClient,
+    attach,
+    block,
+    blocks,
+    key,
+    wire,
+)
 from tests.daemon.test_security import Keys
 from tests.daemon.zmtp import ZmtpClient, frame
 from tests.patience import eventually
+from tests.remote.engine import IDENTITY, items, keys
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.native.cpu import xxh3_64
+from vllm_tiered_kv.remote.store import RemoteStore
 from vllm_tiered_kv.server.net.connections import Connections
 from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory
 from vllm_tiered_kv.server.net.reactor import Reactor
 from vllm_tiered_kv.server.net.sessions import Listener
+from vllm_tiered_kv.wire.codec import encode_request
 
 MIB = 1 << 20
 MEMORY = ("--memory", "32MiB")  # messages of 8 MiB at most
@@ -37,6 +50,21 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 from vllm_tiered_kv.server.cli import main
 sys.exit(main())
 """
+# A message may take 2 s, and a client may read nothing for 10 s.
+SHORT_DEADLINE = """
+from vllm_tiered_kv.server import cli
+from vllm_tiered_kv.server.net import connections
+
+connections._MAX_MESSAGE_STALLS = 0.2
+"""
+SLOW_FLUSH = """
+import threading
+from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
+
+flush = TieredStore.flush
+TieredStore.flush = lambda store, done: threading.Timer(6.0, flush, (store, done)).start()
+"""
+IDLE = "no message over ipc:// for 2 s and nothing in flight"
 
 
 class Daemon:
@@ -222,3 +250,100 @@ def test_connections_beyond_descriptors_are_closed(folder: Path) -> None:
         # There is room again when the silent ones are cut off.
         assert eventually(lambda: late_hello(daemon)) is True
         assert honest.get([key(0)]) == blocks(1)
+
+
+@contextlib.contextmanager
+def impatient_daemon(folder: Path, more: str = "") -> Iterator[DaemonProcess]:
+    program = ["-c", SHORT_DEADLINE + more + "\nraise SystemExit(cli.main())"]
+    options = ("--memory", "64MiB", "--stall-timeout", "10s", "--prefault", "false")
+    with DaemonProcess(folder, *options, program=program) as daemon:
+        yield daemon
+
+
+def idle_until_closed(daemon: DaemonProcess) -> None:
+    """Connects over ipc without a word, and returns when the daemon has closed this connection.
+    Those that were idle before are closed then, too."""
+    with ZmtpClient(daemon.ipc) as idle:
+        eventually(idle.is_closed)
+
+
+def test_unfinished_message_over_ipc_is_closed_and_its_memory_returned(
+    folder: Path, connect: Connect
+) -> None:
+    with impatient_daemon(folder) as daemon:
+        honest = connect(daemon.endpoint)
+        before = daemon.rss_bytes()
+        with ZmtpClient(daemon.ipc) as stalled:
+            for _ in range(192):
+                stalled.send(long_frame(bytes(MIB)))
+            eventually(lambda: daemon.rss_bytes() - before > 160 * MIB)
+            eventually(stalled.is_closed)
+        eventually(lambda: f"closed 1 connections: {IDLE}" in daemon.logs)
+        # malloc keeps the end of a heap, at most 64 MiB.
+        eventually(lambda: daemon.rss_bytes() - before < 100 * MIB)
+        assert honest.stats()["dropped_clients"] == 1
+        assert honest.put(blocks(1)) == [PutResult.STORED], "idle over tcp, and the same session"
+
+
+def test_idle_ipc_client_reconnects_and_loses_nothing(folder: Path, connect: Connect) -> None:
+    chain = keys("chain", 6)
+    with impatient_daemon(folder) as daemon:
+        watching = connect(daemon.endpoint)
+        store = RemoteStore(daemon.ipc, IDENTITY, timeout_s=20.0, connect_timeout_s=10.0)
+        store.put(items(chain))
+        memory = store.attach()
+        assert memory is not None
+        lease = memory.lease(chain)
+        assert lease.is_complete
+        idle_until_closed(daemon)
+        assert watching.stats()["sessions"] == 2, "the one with a lease, and this one"
+        assert memory.are_still_valid(lease)
+        lease.release()
+        eventually(lambda: watching.stats()["sessions"] == 1)
+        assert watching.stats()["attached_processes"] == 1
+        assert store.match(chain) == len(chain)
+        again = memory.lease(chain)
+        assert again.is_complete
+        again.release()
+        assert memory.is_settled
+        assert store.counts.failed_calls == store.breaker.counts.failures == 0
+        store.close()
+
+
+def test_ipc_client_that_sends_short_requests_is_not_idle(folder: Path) -> None:
+    with impatient_daemon(folder) as daemon, RawClient(daemon.ipc) as busy:
+        busy.hello()
+        with ZmtpClient(daemon.ipc) as idle:
+            while not idle.is_closed():
+                busy.tiers([key(0)])
+                time.sleep(0.1)
+        busy.tiers([key(0)])
+
+
+def test_ipc_client_that_waits_for_an_answer_is_not_idle(folder: Path) -> None:
+    with impatient_daemon(folder, SLOW_FLUSH) as daemon, RawClient(daemon.ipc) as waiting:
+        waiting.hello()
+        waiting.send(wire.Flush())
+        idle_until_closed(daemon)
+        assert isinstance(waiting.receive()[1], wire.FlushReply)
+        assert waiting.put(blocks(1)) == [PutResult.STORED]
+
+
+def test_ipc_client_that_reads_its_answer_slowly_is_not_idle(
+    folder: Path, connect: Connect
+) -> None:
+    with impatient_daemon(folder) as daemon, ZmtpClient(daemon.ipc) as slow:
+        payload = blocks(12, MIB)
+        connect(daemon.endpoint, block_bytes=[MIB]).put(payload)
+        hello = encode_request(1, wire.Hello(1, "slow", NAMESPACE, KEY_BYTES, [MIB], "test", b""))
+        slow.send(frame(hello, more=False))
+        slow.receive()
+        get = encode_request(2, wire.Get(KEY_BYTES, list(payload), False))
+        slow.send(b"\x02" + len(get).to_bytes(8, "big") + get)
+        idle_until_closed(daemon)
+        received = b""
+        while len(received) < 12 * MIB:
+            some = slow.socket.recv(MIB)
+            assert some, "the daemon has closed the connection"
+            received += some
+        assert received.endswith(block(11, MIB))

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import zmq
@@ -24,16 +17,13 @@ from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.errors import ConfigError, ErrorCode, ProtocolError
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.daemon import Daemon
-from vllm_tiered_kv.server.net import connections
 from vllm_tiered_kv.server.net.connections import Connections, _Connection
 from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory, request_cost
 from vllm_tiered_kv.server.net.reactor import Reactor
-from vllm_tiered_kv.server.net.receiver import Message
 from vllm_tiered_kv.server.net.sessions import Listener, Peer
+from vllm_tiered_kv.server.net.unfinished_memory import UnfinishedMessage
 from vllm_tiered_kv.server.options import ServerOptions
-from vllm_tiered_kv.stores.memory import MemoryStore
-from vllm_tiered_kv.stores.ssd.store import SsdStore
 from vllm_tiered_kv.wire.codec import encode_request
 
 MIB = 1 << 20
@@ -45,6 +35,10 @@ LISTENER.socket.close()
 
 def peer(n: int) -> Peer:
     return Peer(LISTENER, bytes([n]))
+
+
+def connection(listener: Listener, inode: int, identity: bytes | None = None) -> _Connection:
+    return _Connection(listener, inode, UnfinishedMessage(listener.is_local), identity)
 
 
 @pytest.fixture
@@ -108,7 +102,7 @@ def test_requests_of_departed_clients_do_not_disconnect_others(
     connections = Connections(reactor, context, limits, network, 10, 30.0, Recorder())
     closed: list[int] = []
     monkeypatch.setattr(connections, "_disconnect", closed.append)
-    connections._open[7] = _Connection(LISTENER, inode=0, identity=b"\1")
+    connections._open[7] = connection(LISTENER, 0, b"\1")
     network.hold(peer(0), 90)
     network.mark_departed(peer(0))
     network.hold(peer(1), 30)
@@ -117,34 +111,6 @@ def test_requests_of_departed_clients_do_not_disconnect_others(
     network.hold(peer(1), 30)  # more than half of the limit
     connections._shed()
     assert closed == [7]
-    reactor.close()
-    context.term()
-
-
-def test_heap_is_trimmed_when_zmq_has_closed_what_was_shed(
-    network: NetworkMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a busy machine that takes a while; what zmq freed after the trim would not be returned."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    reactor = Reactor()
-    limits = ClientLimits.of_memory(MIB)
-    connections = Connections(reactor, context, limits, network, 10, 30.0, Recorder())
-    trimmed = threading.Event()
-    monkeypatch.setattr("vllm_tiered_kv.server.net.connections.trim", trimmed.set)
-    slow, other_end = socket.socketpair()
-    inode = os.fstat(slow.fileno()).st_ino
-    connections._open[slow.fileno()] = _Connection(LISTENER, inode, identity=b"\1")
-    network.hold(peer(1), 101)
-    connections._shed()
-    assert network.total == 0
-    for _ in range(20):
-        connections._trim_heap(1.0)
-    assert connections._has_shed, "still to be trimmed"
-    slow.close()
-    while connections._has_shed:
-        connections._trim_heap(1.0)
-    assert trimmed.wait(60)
-    other_end.close()
     reactor.close()
     context.term()
 
@@ -169,7 +135,7 @@ def test_end_of_connection_to_other_listener_is_not_that_of_its_successor(
         eventually(lambda: connections.read_monitors() or connections._open)
         ((descriptor, first),) = connections._open.items()
         assert first.listener is listeners[0]
-        connections._open[descriptor] = second = _Connection(listeners[1], inode=0)
+        connections._open[descriptor] = second = connection(listeners[1], 0)
     listeners[0].socket.poll(0)
     monitor = connections._monitors[listeners[0]]
     eventually(lambda: monitor.poll(0))
@@ -180,209 +146,6 @@ def test_end_of_connection_to_other_listener_is_not_that_of_its_successor(
         listener.socket.close()
     reactor.close()
     context.term()
-
-
-class Watched:
-    """Connections of a process that has allocated as much as it is said to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.allocated: int | None = 500 * MIB
-        self.indexes = 500 * MIB
-        self.is_rewriting = False
-        self.closed: list[int] = []
-        self.reasons: list[str] = []
-        monkeypatch.setattr(connections, "allocated_bytes", lambda: self.allocated)
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.network = NetworkMemory(64 * MIB, MIB)
-        limits = ClientLimits.of_memory(32 * MIB)
-        self.watched = Connections(
-            Reactor(),
-            self.context,
-            limits,
-            self.network,
-            10,
-            30.0,
-            Recorder(),
-            on_client_shed=lambda peer, why: self.reasons.append(why),
-            index_bytes=lambda: None if self.is_rewriting else self.indexes,
-        )
-        monkeypatch.setattr(self.watched, "_disconnect", self.disconnect)
-        self.listeners = [
-            Listener(self.context.socket(zmq.ROUTER), "", is_local) for is_local in (False, True)
-        ]
-        monitor = self.context.socket(zmq.PAIR)
-        self.watched._monitors.update(dict.fromkeys(self.listeners, monitor))
-        for number, listener in enumerate([*self.listeners, self.listeners[1]]):
-            self.watched._open[number] = _Connection(listener, 0, bytes([number]))
-
-    def disconnect(self, descriptor: int) -> None:
-        self.closed.append(descriptor)
-        del self.watched._open[descriptor]
-
-    def check(self, mebibytes: int) -> list[int]:
-        """Grows by so much in a second, and says which connections were closed. Of the ipc clients
-        only the last one sends messages."""
-        if self.allocated is not None:
-            self.allocated += mebibytes * MIB
-        if 2 in self.watched._open:
-            self.watched._open[2].had_message = True
-        self.watched._check_connections(1.0)
-        closed, self.closed = self.closed, []
-        return closed
-
-
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    one = Watched(monkeypatch)
-    one.check(0)
-    yield one
-    one.context.destroy(linger=0)
-
-
-def test_memory_that_is_accounted_for_closes_no_connection(watched: Watched) -> None:
-    for _ in range(20):
-        watched.indexes += 100 * MIB
-        assert watched.check(99) == []
-    others = connections._OTHER_BYTES // MIB
-    watched.network.hold(peer(9), 60 * MIB)
-    assert watched.check(others + 60) == []
-    watched.network.release(peer(9), 60 * MIB)
-    assert watched.check(-others - 60) == [], "it was used and freed"
-    assert watched.check(others) == []
-    assert watched.network.total == 0
-    watched.network._hold(peer(9), 400 * MIB)
-    assert watched.check(0) == [], "requests of a client that has left"
-
-
-def test_memory_that_indexes_keep_of_blocks_that_left_closes_no_connection(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A table does not shrink with its entries, so the bytes per block explain less afterwards."""
-    read = 0
-    monkeypatch.setattr(connections, "_bytes_read", lambda descriptor: read)
-    read = 16 * MIB
-    assert watched.check(16) == []
-    for _ in range(5):
-        watched.indexes -= 100 * MIB
-        assert watched.check(0) == []
-    assert watched.network.total == 16 * MIB, "nor does it count for unfinished messages"
-    watched.indexes += 500 * MIB
-    assert watched.check(0) == []
-    assert watched.check(400 + 512) == [1, 0], "what nothing explains does"
-
-
-def test_only_bytes_of_messages_count_where_malloc_is_not_measured(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There, what others have freed is not memory that a message may have got."""
-    read = 0
-    monkeypatch.setattr(connections, "_bytes_read", lambda descriptor: read)
-    watched.allocated = None
-    watched.network.limit = 600 * MIB
-    watched.network.hold(peer(9), 590 * MIB)
-    assert watched.check(0) == []
-    read = 8 * MIB
-    assert watched.check(0) == []
-    watched.network.release(peer(9), 590 * MIB)
-    assert watched.check(0) == []
-    assert 0 < watched.network.total <= 8 * MIB
-    watched.network._hold(peer(9), 590 * MIB)
-    assert watched.check(0) == []
-
-
-def test_copies_of_an_index_close_no_connection(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections, "_bytes_read", lambda descriptor: 16 * MIB)
-    assert watched.check(16) == []
-    watched.is_rewriting = True
-    for _ in range(4):
-        assert watched.check(200) == []
-    assert watched.network.total <= 16 * MIB, "nor do they count for unfinished messages"
-    assert watched.check(-800) == []
-    watched.is_rewriting = False
-    assert watched.check(400 + 512) == [1, 0], "it grew since before they were made"
-
-
-def test_index_size_is_unknown_while_ssd_journal_is_rewritten(tmp_path: Path) -> None:
-    memory, ssd = MemoryStore(1 * MIB), SsdStore(tmp_path / "ssd", 16 * MIB)
-    daemon = cast(Daemon, SimpleNamespace(_opened=SimpleNamespace(memory=memory, ssd=ssd)))
-    assert Daemon._index_bytes(daemon) == 0
-    ssd._committer.is_rewriting = True
-    assert Daemon._index_bytes(daemon) is None
-    ssd.close()
-    memory.close()
-
-
-def test_unexplained_memory_closes_ipc_clients_that_are_silent(watched: Watched) -> None:
-    assert watched.check(400) == [1]
-    assert len(watched.reasons) == 1
-    assert "may be" in watched.reasons[0], "it is not known to use the most"
-    assert watched.check(-400) == []
-    assert watched.check(400) == []
-
-
-def test_ipc_clients_are_spared_while_memory_is_being_freed(watched: Watched) -> None:
-    watched.watched._ending[0] = os.fstat(0).st_ino
-    assert watched.check(400) == [], "by a connection that zmq has not closed yet"
-    watched.watched._ending.clear()
-    assert watched.check(-1) == []
-    assert watched.check(0) == [1]
-
-
-def test_parts_that_tcp_explains_close_no_ipc_client(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = 0
-    monkeypatch.setattr(connections, "_bytes_read", lambda descriptor: read)
-    read = MIB
-    assert watched.check(1 + 30) == []
-    assert watched.network.total == 31 * MIB
-    watched.watched._open[0].delivered = MIB
-    assert watched.check(-31) == []
-    assert watched.network.total == 0
-    read = 11 * MIB
-    assert watched.check(10 + 310) == [0]
-    assert watched.network.total == 0
-
-
-def test_message_that_has_arrived_at_busy_listener_is_not_counted_twice(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else everything else would seem to be less for a moment, and later to have grown."""
-    monkeypatch.setattr(connections, "_bytes_read", lambda descriptor: 1000 * MIB)
-    watched.network.limit = 2048 * MIB
-    watched.watched._max_unfinished = 1000 * MIB
-    assert watched.check(1000) == []
-    (tcp, _), sender = watched.listeners, Peer(watched.listeners[0], b"\0")
-    other_end = watched.context.socket(zmq.DEALER)
-    tcp.socket.bind("inproc://busy")
-    other_end.connect("inproc://busy")
-    other_end.send(b"more")
-    assert tcp.socket.poll(0)
-    watched.watched.message_received(sender, Message(b"\0", b"", 1000 * MIB, 0, "", False))
-    watched.network.hold(sender, 1000 * MIB)
-    assert watched.network.total < 1001 * MIB
-    assert watched.check(0) == []
-    watched.network.release(sender, 1000 * MIB)
-    assert watched.check(-1000) == []
-    assert watched.check(0) == []
-    watched.network.hold(sender, 1500 * MIB)
-    assert watched.check(1500) == []
-
-
-def test_stream_of_messages_is_not_taken_for_one_that_never_ends(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each check sees an unfinished message, but never the same one."""
-    read = 0
-    monkeypatch.setattr(connections, "_bytes_read", lambda descriptor: read)
-    connection = watched.watched._open[0]
-    del watched.watched._open[1], watched.watched._open[2]
-    for _ in range(1000):
-        read += 8 * MIB
-        connection.delivered, connection.had_message = read - 4 * MIB, True
-        assert watched.check(1) == [], "nor does its memory count from the first one on"
 
 
 def test_reconnected_client_is_counted_again(network: NetworkMemory) -> None:
@@ -433,72 +196,6 @@ def test_unfinished_messages_beyond_limit_drop_clients(
         # 640 MiB were sent. Much arrives between two checks.
         assert daemon.peak_rss_bytes() - before < 400 * MIB
         assert honest.get([key(0)]) == blocks(1)
-
-
-def send_tiny_parts(endpoint: str, megabytes: int) -> None:
-    """Sends a message of empty parts, for which zmq needs 32 times as much memory as for their
-    bytes, and does not end it."""
-    with ZmtpClient(endpoint) as client:
-        client.socket.settimeout(1.0)  # it may not be told at once that the daemon has closed it
-        for _ in range(16 * megabytes):
-            if client.is_closed():
-                raise ConnectionError
-            with contextlib.suppress(TimeoutError):
-                client.send(b"\x01\x00" * (32 << 10))
-            time.sleep(0.01)  # 200 MB of memory a second: little arrives between two checks
-
-
-@pytest.mark.parametrize("over", ["tcp", "ipc"])
-def test_message_of_very_many_tiny_parts_drops_client(
-    start: StartDaemon, connect: Connect, over: str
-) -> None:
-    daemon = start(*LIMIT[:2], "--network-memory", "160MiB", "--prefault", "false")
-    honest = connect(daemon.endpoint)
-    honest.put(blocks(1))
-    before = daemon.rss_bytes()
-    endpoint = daemon.endpoint if over == "tcp" else daemon.ipc
-    for _ in range(2):
-        with pytest.raises(ConnectionError):
-            send_tiny_parts(endpoint, 22)  # 704 MiB
-        assert honest.get([key(0)]) == blocks(1)
-        with RawClient(endpoint) as another:
-            another.hello()
-            assert another.get([key(0)]) == blocks(1)
-        # malloc keeps the end of a heap, at most 64 MiB.
-        eventually(lambda: daemon.rss_bytes() - before < 100 * MIB)
-    assert TOO_MUCH in daemon.logs
-    allowed = 160 * MIB if over == "tcp" else 160 * MIB + connections._OTHER_BYTES
-    assert daemon.peak_rss_bytes() - before < allowed + 160 * MIB
-    assert honest.stats()["dropped_clients"] == 2
-    assert honest.stats()["network_bytes"] < MIB
-
-
-_DAEMON_THAT_TRIMS_SOON = """
-from vllm_tiered_kv.server import cli
-from vllm_tiered_kv.server.net import connections
-
-connections._TRIM_DELAY_S = 1.0
-raise SystemExit(cli.main())
-"""
-
-
-def test_memory_of_clients_that_leave_in_mid_message_is_given_back(
-    folder: Path, connect: Connect
-) -> None:
-    options = (*LIMIT[:2], "--network-memory", "1GiB", "--prefault", "false", "--io-threads", "1")
-    with DaemonProcess(folder, *options, program=["-c", _DAEMON_THAT_TRIMS_SOON]) as daemon:
-        honest = connect(daemon.endpoint)
-        before = daemon.rss_bytes()
-        with contextlib.ExitStack() as leaving:
-            for _ in range(24):
-                leaving.enter_context(begin(daemon, 16 * MIB))
-            eventually(lambda: honest.stats()["network_bytes"] > 380 * MIB)
-            assert daemon.rss_bytes() - before > 380 * MIB
-        eventually(lambda: honest.stats()["network_bytes"] < MIB)
-        # malloc keeps the end of a heap, at most 64 MiB.
-        eventually(lambda: daemon.rss_bytes() - before < 100 * MIB)
-        assert honest.stats()["dropped_clients"] == 0
-        assert honest.put(blocks(1)) == [PutResult.STORED]
 
 
 def hello_of(client: ZmtpClient) -> None:

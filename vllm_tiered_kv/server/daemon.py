@@ -41,7 +41,7 @@ from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory
 from vllm_tiered_kv.server.net.outbox import Outbox
 from vllm_tiered_kv.server.net.reactor import Reactor
-from vllm_tiered_kv.server.net.sessions import Listener, Sessions
+from vllm_tiered_kv.server.net.sessions import Listener, Peer, Sessions
 from vllm_tiered_kv.server.options import ServerOptions
 from vllm_tiered_kv.server.page.history import History
 from vllm_tiered_kv.server.page.recent_problems import RecentProblems
@@ -113,6 +113,8 @@ class Daemon:
             options.stall_timeout,
             self._recorder,
             has_session=lambda peer: self._sessions.get(peer) is not None,
+            has_in_flight=self._has_in_flight,
+            on_client_idle=self._sessions.drop,
             on_client_shed=lambda peer, why: self._gateway.drop_client(peer, why),
             on_closed=lambda peer: self._outbox.connection_closed(peer),
             index_bytes=self._index_bytes,
@@ -344,6 +346,16 @@ class Daemon:
         if self._authenticator is not None:
             self._authenticator.close()
         self._context.term()
+
+    def _has_in_flight(self, peer: Peer) -> bool:
+        """Whether a client would lose something with its connection. Leases count because the
+        reply that brings them may still be unread, by a process that is stopped."""
+        session = self._sessions.get(peer)
+        if session is not None:
+            attachment = session.attachment
+            if session.in_flight or (attachment is not None and attachment.leases):
+                return True
+        return self._outbox.has_replies(peer)
 
     # ---- status ---------------------------------------------------------------------------------
 

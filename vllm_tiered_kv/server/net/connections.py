@@ -7,14 +7,13 @@ in full. The daemon closes a connection if
 - the unfinished message is larger than any allowed message, stalls, or takes too long,
 - it has had no session for a while,
 - too many connections are open,
-- messages exceed the network memory limit and this client uses the most.
+- messages exceed the network memory limit and this client uses the most,
+- over ipc, it has delivered no message for as long as one may take and has nothing in flight.
 A well-behaved client reconnects and sends `hello` again.
 
-zmq uses at least 64 bytes for each part of a message, and a part may take 2 bytes on the wire. What
-unfinished messages really need is therefore measured, as the memory that malloc has handed out
-since they began and that is not accounted for otherwise. The kernel counts no bytes of ipc
-connections, so their clients are suspected when there is more of it than all tcp connections
-explain and they have sent no message meanwhile.
+`unfinished_memory.py` estimates what unfinished messages need. The kernel counts no bytes of ipc
+connections, and nothing tells a client that stopped in the middle of a message from an idle one, so
+idle ones are closed, too, if they lose nothing.
 
 A listener may also have complete messages waiting. zmq fair-queues over connections, so after a
 full round of messages each connection that had one waiting has delivered it.
@@ -29,9 +28,7 @@ import logging
 import os
 import socket
 import struct
-import sys
 import termios
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -41,12 +38,17 @@ import zmq
 
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.native.memory import allocated_bytes, trim
 from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory
 from vllm_tiered_kv.server.net.reactor import Reactor
 from vllm_tiered_kv.server.net.receiver import Message
 from vllm_tiered_kv.server.net.sessions import Listener, Peer
+from vllm_tiered_kv.server.net.unfinished_memory import (
+    NEGLIGIBLE_BYTES,
+    HeapTrimmer,
+    UnfinishedMemory,
+    UnfinishedMessage,
+)
 from vllm_tiered_kv.wire.limits import MAX_HEADER_BYTES
 
 logger = logging.getLogger(__name__)
@@ -59,15 +61,9 @@ _CHECK_COST_FACTOR = 10  # pause between checks, in multiples of the duration of
 _MAX_ELAPSED_S = 1.0  # a busy loop must not count against clients: it delays their messages, too
 _EXTRA_MESSAGES = 256  # slack on top of a full round: zmq notices new messages with a delay
 _HELLO_TIMEOUT_S = 10.0  # for a connection without a session
-_MIN_UNFINISHED_BYTES = 4096  # a shorter unfinished message may wait forever
 _MAX_MESSAGE_STALLS = 10  # a message may take this many stall timeouts, even if it progresses
-_TRIM_DELAY_S = 10.0  # how long memory use must be low before the heap is trimmed
-_TRIM_PEAK_BYTES = 256 << 20
 _FRAME_BYTES = 64  # upper bound for the overhead of a frame on the wire, also with encryption
 _HEARTBEAT_BYTES = 64  # per second
-_PART_FACTOR = 32  # zmq uses 64 bytes for a part, which takes at least 2 bytes on the wire
-_SUSPECT_SILENCE_S = 1.0  # of an ipc client
-_OTHER_BYTES = 256 << 20  # growth that ipc clients are not suspected of, as of buffers of the tiers
 _RECEIVED = struct.Struct("=Q")  # tcpi_bytes_received of struct tcp_info; since Linux 4.1
 _RECEIVED_AT = 128
 _INFO_BYTES = _RECEIVED_AT + _RECEIVED.size
@@ -78,17 +74,14 @@ _UNREAD = struct.Struct("=i")
 class _Connection:
     listener: Listener
     inode: int  # tells a reused descriptor number apart
+    message: UnfinishedMessage
     identity: bytes | None = None  # routing id in zmq, known from the first message on
     without_session_s: float = 0.0
-    unfinished_s: float = 0.0  # since the unfinished message began
     stalled_s: float = 0.0  # since the unfinished message last grew
     delivered: int = 0  # bytes of messages that zmq has delivered
-    unfinished: int = 0  # bytes read but not delivered, as of the last check
-    last_unfinished: int = 0  # the same as of the check before
-    had_message: bool = False  # delivered a message since the last check
-    silent_s: float = 0.0  # over ipc, since it delivered a message
-    others_bytes: int = sys.maxsize  # unexplained memory when the unfinished message began
-    part_bytes: int = 0  # estimated memory of the unfinished message's parts, beyond its bytes
+    last_unfinished: int = 0  # bytes of the unfinished message, as of the last check
+    had_message: bool = False  # over tcp: delivered one since the last check
+    idle_s: float = 0.0  # over ipc, since it delivered a message or had something in flight
 
 
 class Connections:
@@ -105,12 +98,16 @@ class Connections:
         stall_s: float,
         recorder: Recorder,
         has_session: Callable[[Peer], bool] = lambda peer: True,
+        has_in_flight: Callable[[Peer], bool] = lambda peer: False,
+        on_client_idle: Callable[[Peer], None] = lambda peer: None,
         on_client_shed: Callable[[Peer, str], None] = lambda peer, why: None,
         on_closed: Callable[[Peer], None] = lambda peer: None,
         index_bytes: Callable[[], int | None] = lambda: 0,
     ) -> None:
         """`index_bytes` returns an upper bound of the memory of the tiers' indexes; None while it
         is unknown.
+        `has_in_flight` says whether a client would lose something with its connection;
+        `on_client_idle` is called for a client whose connection is closed because it is idle.
         `on_client_shed` is called with the reason for a client that is disconnected because
         messages use too much memory; `on_closed` when the connection of a client has ended."""
         self._reactor = reactor
@@ -128,17 +125,14 @@ class Connections:
         self._too_many = 0  # closed since the last check because too many were open
         self._last_check = time.monotonic()
         self._is_shedding = False
-        self._has_shed = False
         self._ending: dict[int, int] = {}  # descriptors that zmq has yet to close; their inodes
         self._shed_count = 0  # closed since the last log line about it
         self._last_shed_log = 0.0
-        self._peak = 0  # of network memory, since the last trim
-        self._quiet_s = 0.0
-        self._index_bytes = index_bytes
-        self._unexplained = sys.maxsize  # memory that nothing accounts for, at the last check
-        self._of_indexes = 0  # memory of the indexes, at the last check
-        self._is_freeing = False  # memory of closed connections
+        self._memory = UnfinishedMemory(network, index_bytes)
+        self._trimmer = HeapTrimmer(network)
         self._has_session = has_session
+        self._has_in_flight = has_in_flight
+        self._on_client_idle = on_client_idle
         self._on_client_shed = on_client_shed
         self._on_closed = on_closed
         reactor.after(_CHECK_INTERVAL_S, self._check)
@@ -174,11 +168,12 @@ class Connections:
                 connection.identity = message.identity
                 self._by_peer[peer] = message.descriptor
                 self._network.mark_reconnected(peer)
-            connection.had_message = True
+            connection.had_message = connection.message.is_after_another = True
+            connection.idle_s = 0.0
             connection.delivered += message.nbytes + _FRAME_BYTES * message.count
             # At once, because it may be a while until a busy listener is checked.
-            finished = min(connection.unfinished, message.nbytes)
-            connection.unfinished -= finished
+            finished = min(connection.message.nbytes, message.nbytes)
+            connection.message.nbytes -= finished
             self._network.unfinished = max(0, self._network.unfinished - finished)
 
     def turn_ended(self, listener: Listener, messages: int) -> None:
@@ -220,7 +215,7 @@ class Connections:
         if inode is None:  # closed already
             return
         self._forget(descriptor)
-        self._open[descriptor] = _Connection(listener, inode, others_bytes=self._unexplained)
+        self._open[descriptor] = _Connection(listener, inode, self._memory.begin(listener.is_local))
         if len(self._open) > self._max_connections:
             self._too_many += 1
             self._disconnect(descriptor)
@@ -255,26 +250,29 @@ class Connections:
         )
         self._too_many = 0
         for descriptor, connection in list(self._open.items()):
-            if connection.listener not in checked or connection.listener.is_local:
+            listener = connection.listener
+            if listener not in checked:
                 continue
-            why = self._message_fault(descriptor, connection, connection.listener in idle, elapsed)
+            if listener.is_local:
+                why = self._idle_fault(connection, elapsed)
+            else:
+                why = self._message_fault(descriptor, connection, listener in idle, elapsed)
             if why is not None:
                 self._recorder.add(names.CLIENTS_DROPPED, 1)
-            else:
+            elif not listener.is_local:
                 why = self._session_fault(connection, elapsed)
             if why is not None:
                 reasons[why] += 1
                 self._disconnect(descriptor)
         for why, count in (+reasons).items():
             logger.info("closed %d connections: %s", count, why)
-        self._estimate_parts(elapsed)
-        self._network.unfinished = sum(
-            one.unfinished + one.part_bytes for one in self._open.values()
-        )
-        self._shed_silent()
+        messages = [one.message for one in self._open.values()]
+        self._memory.estimate(messages, elapsed, self._awaits_close())
+        self._network.unfinished = sum(one.memory_bytes for one in messages)
+        self._shed_suspects()
         self._shed()
         self._log_shed()
-        self._trim_heap(elapsed)
+        self._trimmer.check(elapsed, self._awaits_close() or self._memory.is_freeing)
 
     def schedule_shed(self) -> None:
         """Must be called when network memory exceeds its limit."""
@@ -287,7 +285,7 @@ class Connections:
         An unfinished message weighs more the older it is: honest ones end soon."""
         self._is_shedding = False
         network = self._network
-        self._peak = max(self._peak, network.total)
+        self._trimmer.watch_peak()
         if network.total <= network.limit:
             return
         weights: list[tuple[float, int, _Connection, Peer]] = []
@@ -295,9 +293,9 @@ class Connections:
         for descriptor, one in self._open.items():
             peer = Peer(one.listener, one.identity or b"")
             held = network.held_by(peer)
-            unfinished = one.unfinished + one.part_bytes
+            unfinished = one.message.memory_bytes
             connected += unfinished + held
-            weight = unfinished * (1 + one.unfinished_s) + held
+            weight = unfinished * (1 + one.message.age_s) + held
             weights.append((weight, descriptor, one, peer))
         # What clients have left behind does not end with the connections of others: these keep
         # half of the limit, instead of being disconnected in vain.
@@ -305,9 +303,9 @@ class Connections:
         for weight, descriptor, one, peer in sorted(weights, key=lambda entry: -entry[0]):
             if network.total <= limit or not weight:  # nothing would be gained
                 break
-            network.unfinished -= one.unfinished + one.part_bytes
+            network.unfinished -= one.message.memory_bytes
             self._shed_client(descriptor, peer, "this client uses the most")
-        self._has_shed = True
+        self._trimmer.is_requested = True
 
     def _shed_client(self, descriptor: int, peer: Peer, why: str) -> None:
         self._network.mark_disconnected(peer)
@@ -316,68 +314,15 @@ class Connections:
         self._recorder.add(names.CLIENTS_DROPPED, 1)
         self._shed_count += 1
 
-    def _unexplained_of(self, allocated: int) -> int:
-        """Memory that is neither the indexes' nor payloads and replies nor bytes of unfinished
-        messages. Most of it is always there; only its growth means something."""
-        unfinished = sum(one.unfinished for one in self._open.values())
-        return allocated - self._network.buffers - unfinished - self._of_indexes
-
-    def _estimate_parts(self, elapsed: float) -> None:
-        """Divides the memory that has grown since unfinished messages began among them."""
-        allocated, of_indexes = allocated_bytes(), self._index_bytes()
-        if allocated is None:  # only bytes of messages count
-            return
-        if of_indexes is None:
-            self._is_freeing = True  # soon
-            return
-        # Indexes keep the memory of blocks that have left, so that less is explained then.
-        shrunk = max(0, self._of_indexes - of_indexes)
-        self._of_indexes = of_indexes
-        before, now = self._unexplained + shrunk, self._unexplained_of(allocated)
-        self._unexplained = now
-        # Until zmq has closed a connection and freed its messages, others must not pay for it.
-        self._is_freeing = self._awaits_close() or now < before
-        limits: dict[_Connection, int] = {}
-        for one in self._open.values():
-            one.others_bytes = min(one.others_bytes + shrunk, now)
-            if one.listener.is_local:
-                one.silent_s = 0.0 if one.had_message else one.silent_s + elapsed
-                if one.had_message:
-                    one.others_bytes = min(before, now)
-                one.had_message = False
-                continue
-            if not one.unfinished_s:
-                one.others_bytes = min(before, now)
-            if one.unfinished > _MIN_UNFINISHED_BYTES:
-                limits[one] = min(_PART_FACTOR * one.unfinished, now - one.others_bytes)
-            else:
-                one.part_bytes = 0
-        if self._is_freeing or not limits:
-            return
-        grown = now - min(one.others_bytes for one in limits)
-        total = sum(limits.values())
-        for one, limit in limits.items():
-            one.part_bytes = limit * min(grown, total) // max(1, total)
-
-    def _shed_silent(self) -> None:
-        """Disconnects ipc clients that may have filled the memory with an unfinished message. It
-        cannot be told which, so all go that have sent no message since."""
-        suspects = [
-            (descriptor, one)
-            for descriptor, one in self._open.items()
-            if one.listener.is_local and one.silent_s >= _SUSPECT_SILENCE_S
-        ]
-        if self._is_freeing or not suspects:
-            return
-        grown = self._unexplained - min(one.others_bytes for _, one in suspects)
-        of_tcp = _PART_FACTOR * sum(one.unfinished for one in self._open.values())
-        excess = grown - of_tcp - _OTHER_BYTES
-        if excess <= 0 or self._network.total + excess <= self._network.limit:
-            return
-        for descriptor, one in suspects:
-            peer = Peer(one.listener, one.identity or b"")
-            self._shed_client(descriptor, peer, "this client may be sending a message without end")
-        self._has_shed = True
+    def _shed_suspects(self) -> None:
+        """Disconnects ipc clients that may have filled the memory with an unfinished message."""
+        suspects = set(self._memory.suspects([one.message for one in self._open.values()]))
+        for descriptor, one in list(self._open.items()):
+            if one.message in suspects:
+                peer = Peer(one.listener, one.identity or b"")
+                why = "this client may be sending a message without end"
+                self._shed_client(descriptor, peer, why)
+                self._trimmer.is_requested = True
 
     def _log_shed(self) -> None:
         """Logs a summary instead of each client: there may be thousands."""
@@ -390,20 +335,6 @@ class Connections:
             )
             self._shed_count = 0
 
-    def _trim_heap(self, elapsed: float) -> None:
-        """Returns freed memory to the system after a peak. malloc keeps it otherwise, which is
-        right while messages come and go. zmq frees messages when it closes their connection."""
-        is_quiet = self._peak > _TRIM_PEAK_BYTES and self._network.total < _TRIM_PEAK_BYTES // 4
-        is_freeing = self._awaits_close() or self._is_freeing
-        is_due = (is_quiet or self._has_shed) and not is_freeing
-        self._quiet_s = self._quiet_s + elapsed if is_due else 0.0
-        if self._quiet_s > (_MAX_ELAPSED_S if self._has_shed else _TRIM_DELAY_S):
-            self._peak = 0
-            self._quiet_s = 0.0
-            self._has_shed = False
-            with contextlib.suppress(RuntimeError):  # no thread can be started; the next peak will
-                threading.Thread(target=trim, name="tiered-kv-trim", daemon=True).start()
-
     def _awaits_close(self) -> bool:
         """Whether zmq has yet to close a connection that was shut down."""
         ending = self._ending.items()
@@ -414,30 +345,47 @@ class Connections:
         self, descriptor: int, connection: _Connection, is_idle: bool, elapsed: float
     ) -> str | None:
         """Why the unfinished message of a tcp connection is not acceptable, or None."""
+        message = connection.message
         taken = _bytes_read(descriptor)
         heartbeats = int(elapsed * _HEARTBEAT_BYTES) + 1
         connection.delivered = min(connection.delivered + heartbeats, taken)
-        before, connection.unfinished = connection.unfinished, taken - connection.delivered
+        before, message.nbytes = message.nbytes, taken - connection.delivered
         if is_idle:
-            before = connection.unfinished
+            before = message.nbytes
         elif connection.had_message:
             before = 0
         has_begun = connection.had_message  # the unfinished message, since the last check
         connection.had_message = False
-        if before <= _MIN_UNFINISHED_BYTES or has_begun:
-            connection.unfinished_s = connection.stalled_s = 0.0
+        if before <= NEGLIGIBLE_BYTES or has_begun:
+            message.age_s = connection.stalled_s = 0.0
         else:
-            connection.unfinished_s += elapsed
-            has_grown = connection.unfinished > connection.last_unfinished
+            message.age_s += elapsed
+            has_grown = message.nbytes > connection.last_unfinished
             connection.stalled_s = 0.0 if has_grown else connection.stalled_s + elapsed
-        connection.last_unfinished = connection.unfinished
+        connection.last_unfinished = message.nbytes
         if connection.stalled_s > self._stall_s:
             return f"no more bytes of an unfinished message for {self._stall_s:g} s"
-        if connection.unfinished_s > _MAX_MESSAGE_STALLS * self._stall_s:
+        if message.age_s > _MAX_MESSAGE_STALLS * self._stall_s:
             return f"a message took more than {_MAX_MESSAGE_STALLS * self._stall_s:g} s"
         if before > self._max_unfinished:
             return f"a message of more than {self._max_unfinished} bytes"
         return None
+
+    def _idle_fault(self, connection: _Connection, elapsed: float) -> str | None:
+        """Why an ipc connection that delivers no messages is closed, or None."""
+        identity = connection.identity
+        peer = None if identity is None else Peer(connection.listener, identity)
+        if peer is not None and self._has_in_flight(peer):
+            connection.idle_s = 0.0
+            return None
+        connection.idle_s += elapsed
+        limit = _MAX_MESSAGE_STALLS * self._stall_s
+        if connection.idle_s <= limit:
+            return None
+        if peer is not None:
+            self._on_client_idle(peer)
+        self._trimmer.is_requested = True  # the beginning of a message may have needed much memory
+        return f"no message over ipc:// for {limit:g} s and nothing in flight"
 
     def _session_fault(self, connection: _Connection, elapsed: float) -> str | None:
         identity = connection.identity

@@ -140,6 +140,10 @@ class Outbox:
 
     # ---- claims ---------------------------------------------------------------------------------
 
+    def has_replies(self, peer: Peer) -> bool:
+        """Whether replies to this client are being made or sent."""
+        return peer in self._queues
+
     def has_claims(self, peer: Peer) -> bool:
         queue = self._queues.get(peer)
         return queue is not None and queue.claimed > 0
