@@ -98,8 +98,8 @@ BYTES_IN = _counter("received_bytes", "Bytes of requests: headers and payload.")
 BYTES_OUT = _counter("sent_bytes", "Bytes of replies: headers and payload.")
 CLIENTS_DROPPED = _counter(
     "dropped_clients",
-    "Clients disconnected because they stalled while sending a message or reading replies, used "
-    "too much network memory, or sent nothing over `ipc://` for ten times `stall_timeout`.",
+    "Clients disconnected because they stalled while sending a message or reading replies, or used "
+    "too much network memory.",
 )
 CLIENTS_REFUSED = _counter(
     "refused_clients", "Connections refused because their key is not listed."

@@ -254,12 +254,13 @@ class Connections:
             if listener not in checked:
                 continue
             if listener.is_local:
-                why = self._idle_fault(connection, elapsed)
-            else:
-                why = self._message_fault(descriptor, connection, listener in idle, elapsed)
+                if self._is_idle(connection, elapsed):
+                    self._disconnect(descriptor)
+                continue
+            why = self._message_fault(descriptor, connection, listener in idle, elapsed)
             if why is not None:
                 self._recorder.add(names.CLIENTS_DROPPED, 1)
-            elif not listener.is_local:
+            else:
                 why = self._session_fault(connection, elapsed)
             if why is not None:
                 reasons[why] += 1
@@ -371,21 +372,21 @@ class Connections:
             return f"a message of more than {self._max_unfinished} bytes"
         return None
 
-    def _idle_fault(self, connection: _Connection, elapsed: float) -> str | None:
-        """Why an ipc connection that delivers no messages is closed, or None."""
+    def _is_idle(self, connection: _Connection, elapsed: float) -> bool:
+        """Whether an ipc connection has delivered nothing for too long. It may be an honest one, so
+        nobody is told."""
         identity = connection.identity
         peer = None if identity is None else Peer(connection.listener, identity)
         if peer is not None and self._has_in_flight(peer):
             connection.idle_s = 0.0
-            return None
+            return False
         connection.idle_s += elapsed
-        limit = _MAX_MESSAGE_STALLS * self._stall_s
-        if connection.idle_s <= limit:
-            return None
+        if connection.idle_s <= _MAX_MESSAGE_STALLS * self._stall_s:
+            return False
         if peer is not None:
             self._on_client_idle(peer)
         self._trimmer.is_requested = True  # the beginning of a message may have needed much memory
-        return f"no message over ipc:// for {limit:g} s and nothing in flight"
+        return True
 
     def _session_fault(self, connection: _Connection, elapsed: float) -> str | None:
         identity = connection.identity
