@@ -150,8 +150,8 @@ ROWS = (
         ),
         "MTP, EAGLE, draft models and n-gram; hits end a block earlier with MTP and EAGLE, as in "
         "vLLM's own cache. Only engines that draft the same number of tokens share blocks. Shown "
-        "on a GPU for GDN with MTP and Mamba 2 with n-gram, for the rest with vLLM's schedulers; on "
-        "CPUs a stand-in moves states that vLLM's kernels move on GPUs",
+        "on a GPU for GDN with MTP and Mamba 2 with n-gram, for the rest with vLLM's schedulers; "
+        "on CPUs a stand-in moves states that vLLM's kernels move on GPUs",
     ),
     Row(
         "Recurrent layers of other kinds with speculative decoding",
