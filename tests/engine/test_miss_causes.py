@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 
 from tests.daemon.daemon_process import DaemonProcess
 from tests.engine.toy_asking import ask, keys_of, seeded_prompt, total, workload
@@ -25,6 +26,9 @@ from vllm_tiered_kv.wire.messages import Match
 pytestmark = pytest.mark.engine
 
 IDS = seeded_prompt(1, 42)  # ten whole blocks of four tokens, and two tokens
+
+
+LOGGER = "vllm_tiered_kv.connector.scheduler.miss_causes"
 
 
 class Explained:
@@ -63,6 +67,13 @@ class Explained:
 
 def causes(account: dict[str, Any]) -> dict[str, int]:
     return {miss["cause"]: miss["tokens"] for miss in account["missed"]}
+
+
+def adapted(folder: Path) -> dict[str, Any]:
+    """Arguments of a request with a LoRA adapter."""
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(b"1" * 64)
+    return {"lora_request": LoRARequest("tune", 1, str(folder)), "model": "tune"}
 
 
 def fill(engine: ToyEngine, prompts: int, seed: int = 100) -> None:
@@ -305,21 +316,109 @@ def test_accounts_add_up_in_a_busy_engine(
     assert len({miss.cause for account in accounts for miss in account.missed}) >= 3
 
 
-def test_other_salt_shares_nothing(tiny_model: Path) -> None:
+# ---- other salts and adapters -------------------------------------------------------------------
+
+
+def test_other_salt_is_counted_and_the_response_does_not_tell(
+    tiny_model: Path, async_scheduling: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    explained = Explained(ToyEngine(tiny_model, async_scheduling))
+    ask(explained.engine, IDS, 1, "mine")
+    with caplog.at_level(logging.DEBUG, LOGGER):
+        account = explained.ask(IDS, salt="theirs")
+    assert "40 computed (other_salt)" in caplog.text
+    assert explained.counted() == {"never_stored": 40, "other_salt": 40, "partial_block": 4}
+    never_asked = explained.ask(seeded_prompt(2, 42), salt="theirs")
+    assert account == never_asked
+
+
+@pytest.mark.parametrize("salt", ["", "mine"])
+def test_other_adapter_is_told_to_those_with_the_same_salt(
+    tiny_model: Path, tmp_path: Path, salt: str
+) -> None:
+    explained = Explained(ToyEngine(tiny_model, cpu_blocks=128))
+    engine, tune = explained.engine, adapted(tmp_path)
+    explained.ask(IDS, salt=salt)
+    # What another salt holds must not change the answer either.
+    ask(engine, IDS, 1, "theirs")
+    engine.add(IDS, 1, salt, control={"explain": True}, **tune)
+    engine.run()
+    assert causes(explained.last()) == {"other_adapter": 40, "partial_block": 2}
+    engine.add(IDS, 1, "third", control={"explain": True}, **tune)
+    engine.run()
+    assert causes(explained.last()) == {"never_stored": 40, "partial_block": 2}
+    counted = {"never_stored": 40, "other_adapter": 40, "other_salt": 80, "partial_block": 8}
+    assert explained.counted() == counted
+    engine.drop_gpu_cache()
+    assert explained.ask([*IDS[:20], *seeded_prompt(2, 22)], salt=salt)["cpu"] == 20
+    assert explained.counted()["other_adapter"] == 40
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"windows": (10,)},
+        {"windows": (None, 10), "block_sizes": (4, 8)},
+        {"windows": (None, STATE)},
+        {"extra_config": {"reuse_partial_tail": True}},
+    ],
+    ids=["window", "sizes", "recurrent", "tail"],
+)
+def test_other_salt_is_found_with_any_groups(tiny_model: Path, shape: dict[str, Any]) -> None:
+    explained = Explained(ToyEngine(tiny_model, cpu_blocks=128, **shape))
+    ask(explained.engine, IDS, 1, "mine")
+    explained.ask(IDS, salt="theirs")
+    assert explained.counted()["other_salt"] >= 40
+    explained.ask(IDS[:3], salt="theirs")  # shorter than a block
+    explained.engine.assert_at_rest()
+
+
+def test_other_salt_counts_while_its_first_block_is_stored(tiny_model: Path) -> None:
+    explained = Explained(ToyEngine(tiny_model))
+    engine = explained.engine
+    engine.copier.store_delay = 1000
+    engine.add(IDS, 1, "mine")
+    engine.step()
+    engine.add(IDS, 1, "theirs")
+    engine.step()
+    assert explained.counted()["other_salt"] == 40
+
+
+@pytest.mark.parametrize(("before", "after", "counted"), [(0, 14, 40), (0, 15, 0), (14, 14, 40)])
+def test_only_the_last_sixteen_scopes_are_looked_up(
+    tiny_model: Path, before: int, after: int, counted: int
+) -> None:
+    """The own one is among them."""
+    explained = Explained(ToyEngine(tiny_model, cpu_blocks=256))
+    engine = explained.engine
+    ask(engine, IDS, 1, "mine")
+    for number in range(before):
+        ask(engine, seeded_prompt(2, 9), 1, f"before {number}")
+    ask(engine, seeded_prompt(3, 9), 1, "mine")
+    for number in range(after):
+        ask(engine, seeded_prompt(2, 9), 1, f"after {number}")
+    already = explained.counted().get("other_salt", 0)
+    explained.ask(IDS, salt="theirs")
+    assert explained.counted().get("other_salt", 0) == already + counted
+
+
+def test_scope_from_before_a_change_of_weights_does_not_count(tiny_model: Path) -> None:
     explained = Explained(ToyEngine(tiny_model))
     ask(explained.engine, IDS, 1, "mine")
-    account = explained.ask(IDS, salt="theirs")
-    assert causes(account) == {"never_stored": 40, "partial_block": 2}
+    explained.engine.half._key_maker.new_epoch(b"1" * 16)  # and the tier still has the blocks
+    explained.ask(IDS, salt="theirs")
+    assert "other_salt" not in explained.counted()
+    explained.ask(IDS, salt="third")
+    assert explained.counted()["other_salt"] == 40
 
 
 def test_debug_log_has_a_line_for_each_request(
     tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = ToyEngine(tiny_model)
-    name = "vllm_tiered_kv.connector.scheduler.miss_causes"
-    with caplog.at_level(logging.DEBUG, name):
+    with caplog.at_level(logging.DEBUG, LOGGER):
         request = ask(engine, IDS, 1)
-    (line,) = [record.getMessage() for record in caplog.records if record.name == name]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == LOGGER]
     assert line == (
         f"request {request}: 42 prompt tokens: 40 computed (never_stored), "
         "2 computed (partial_block)"
@@ -342,10 +441,11 @@ def test_account_is_a_span_in_the_trace_of_its_request(
     engine = ToyEngine(tiny_model, engine_args=endpoint)
     trace_id = "0af7651916cd43dd8448eb211c80319c"
     headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
-    for request_headers in (headers, None):
-        engine.add(IDS, 1, trace_headers=request_headers)
+    for request_headers, salt in ((headers, ""), (None, ""), (headers, "theirs")):
+        engine.add(IDS, 1, salt, trace_headers=request_headers)
         engine.run()
-    (span,) = spans.get_finished_spans()
+    span, of_other_salt = spans.get_finished_spans()
+    assert of_other_salt.attributes == span.attributes
     assert span.name == "tiered_kv"
     assert f"{span.context.trace_id:032x}" == trace_id
     assert span.attributes == {

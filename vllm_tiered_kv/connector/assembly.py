@@ -180,6 +180,7 @@ def make_scheduler_half(
     misses = MissCauses(
         tier,
         ghosts,
+        key_maker,
         load_policy.may_load,
         remote is not None,
         once.is_computing if once is not None else None,
