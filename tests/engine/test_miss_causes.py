@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -540,3 +541,50 @@ def test_daemon_that_is_gone_is_unavailable(tiny_model: Path, daemon: DaemonProc
     assert seen <= {"lookup_timeout", "daemon_unavailable", "partial_block"}
     assert "daemon_unavailable" in causes(explained.last())
     engine.close()
+
+
+def test_blocks_of_the_same_model_in_other_namespaces_are_logged_once(
+    tiny_model: Path, daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a", "b"):
+        engine = engine_at(tiny_model, daemon.endpoint, extra={"namespace": name})
+        ask(engine, IDS, 1)
+        engine.close()
+    with caplog.at_level(logging.INFO, "vllm_tiered_kv"):
+        engine = engine_at(tiny_model, daemon.endpoint)
+        for number in range(3):
+            ask(engine, seeded_prompt(number, 42), 1)
+        engine.close()
+        line = f"the daemon at {daemon.endpoint} holds 20 blocks of {tiny_model} under 2 other"
+        assert caplog.text.count(line) == caplog.text.count("other namespaces") == 1
+
+
+def test_other_namespaces_of_a_daemon_that_starts_later_are_logged_once(
+    tiny_model: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ssd = ("--ssd", str(folder / "ssd"), "--ssd-space", "128MiB")
+    caplog.set_level(logging.INFO, "vllm_tiered_kv")
+
+    def ask_until_it_answers(engine: ToyEngine, seed: int) -> None:
+        answered, end = total(engine, names.LOOKUPS, "remote", "miss"), time.monotonic() + 30
+        while (
+            total(engine, names.LOOKUPS, "remote", "miss") == answered
+            or "other namespaces" not in caplog.text
+        ):
+            assert time.monotonic() < end
+            seed += 1
+            ask(engine, seeded_prompt(seed, 42), 1)
+
+    with DaemonProcess(folder, "--memory", "16MiB", *ssd) as daemon:
+        other = engine_at(tiny_model, daemon.endpoint, extra={"namespace": "a"})
+        ask(other, IDS, 1)
+        other.close()
+        daemon.terminate()
+        engine = engine_at(tiny_model, daemon.endpoint)
+        ask(engine, IDS, 1)
+        for seed in (1000, 2000):
+            daemon.restart()
+            ask_until_it_answers(engine, seed)
+            daemon.kill()
+        engine.close()
+    assert caplog.text.count("holds 10 blocks of") == caplog.text.count("other namespaces") == 1

@@ -171,8 +171,7 @@ class MissCauses:
         if ghost is None:
             if self._is_hybrid and group.window is not None:
                 return [Miss(MissCause.INCOMPLETE, tokens)]
-            is_first = not (held or position)
-            cause = self._held_otherwise(state, group) if is_first else MissCause.NEVER_STORED
+            cause = MissCause.NEVER_STORED if position else self._held_otherwise(state, group)
             return [Miss(cause, tokens)]
         if ghost.reason is not None:
             dropped = Miss(MissCause.DROPPED, tokens, Tier.CPU, ghost.seconds_ago, ghost.reason)
@@ -215,8 +214,8 @@ class MissCauses:
         for other, has_same_salt in self._key_maker.under_other_scopes(
             state.request, state.keys, group.block_size
         ):
-            first = other.of_group[group.group_id][:1]  # none if the prompt is shorter
-            if first and self._index.lookup(first[0]) is not Lookup.MISS:
+            keys = other.of_group[group.group_id]  # none if the prompt is shorter
+            if keys and self._index.lookup(keys[0]) is not Lookup.MISS:
                 found.add(has_same_salt)
         # The same salt first: the response tells this, and must not depend on other salts.
         if True in found:
