@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -544,14 +545,21 @@ def test_daemon_that_is_gone_is_unavailable(tiny_model: Path, daemon: DaemonProc
 
 
 def test_blocks_of_the_same_model_in_other_namespaces_are_logged_once(
-    tiny_model: Path, daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
+    tiny_model: Path, tmp_path: Path, daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("a", "b"):
-        engine = engine_at(tiny_model, daemon.endpoint, extra={"namespace": name})
+    other_model = tmp_path / "other"
+    shutil.copytree(tiny_model, other_model)
+    for model, name in ((tiny_model, "a"), (tiny_model, "b"), (tiny_model, ""), (other_model, "c")):
+        engine = engine_at(model, daemon.endpoint, extra={"namespace": name})
         ask(engine, IDS, 1)
         engine.close()
+    caplog.clear()
     with caplog.at_level(logging.INFO, "vllm_tiered_kv"):
         engine = engine_at(tiny_model, daemon.endpoint)
+        end = time.monotonic() + 30
+        while "other namespaces" not in caplog.text:  # before the first request
+            assert time.monotonic() < end
+            time.sleep(0.01)
         for number in range(3):
             ask(engine, seeded_prompt(number, 42), 1)
         engine.close()
