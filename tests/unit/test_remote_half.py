@@ -72,6 +72,7 @@ class Servers:
 
     def __init__(self, by_anchor: dict[bytes, Server | None]) -> None:
         self.by_anchor = by_anchor
+        self.stores = {server.address: server for server in by_anchor.values() if server}
 
     def server_for(self, anchor: bytes) -> Server | None:
         return self.by_anchor[anchor]
