@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
 
-_MAX_SCOPES = 16
+_MAX_SCOPES = 16  # that misses are looked up under
 
 # A digest or a UUID: a client would not reuse such a name for another image.
 _UNIQUE_NAME = re.compile(r"[0-9a-fA-F]{32,}|[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
