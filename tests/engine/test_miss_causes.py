@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 
 from tests.daemon.daemon_process import DaemonProcess
 from tests.engine.toy_asking import ask, keys_of, seeded_prompt, total, workload
@@ -25,6 +28,9 @@ from vllm_tiered_kv.wire.messages import Match
 pytestmark = pytest.mark.engine
 
 IDS = seeded_prompt(1, 42)  # ten whole blocks of four tokens, and two tokens
+
+
+LOGGER = "vllm_tiered_kv.connector.scheduler.miss_causes"
 
 
 class Explained:
@@ -63,6 +69,13 @@ class Explained:
 
 def causes(account: dict[str, Any]) -> dict[str, int]:
     return {miss["cause"]: miss["tokens"] for miss in account["missed"]}
+
+
+def adapted(folder: Path) -> dict[str, Any]:
+    """Arguments of a request with a LoRA adapter."""
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(b"1" * 64)
+    return {"lora_request": LoRARequest("tune", 1, str(folder)), "model": "tune"}
 
 
 def fill(engine: ToyEngine, prompts: int, seed: int = 100) -> None:
@@ -305,21 +318,109 @@ def test_accounts_add_up_in_a_busy_engine(
     assert len({miss.cause for account in accounts for miss in account.missed}) >= 3
 
 
-def test_other_salt_shares_nothing(tiny_model: Path) -> None:
+# ---- other salts and adapters -------------------------------------------------------------------
+
+
+def test_other_salt_is_counted_and_the_response_does_not_tell(
+    tiny_model: Path, async_scheduling: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    explained = Explained(ToyEngine(tiny_model, async_scheduling))
+    ask(explained.engine, IDS, 1, "mine")
+    with caplog.at_level(logging.DEBUG, LOGGER):
+        account = explained.ask(IDS, salt="theirs")
+    assert "40 computed (other_salt)" in caplog.text
+    assert explained.counted() == {"never_stored": 40, "other_salt": 40, "partial_block": 4}
+    never_asked = explained.ask(seeded_prompt(2, 42), salt="theirs")
+    assert account == never_asked
+
+
+@pytest.mark.parametrize("salt", ["", "mine"])
+def test_other_adapter_is_told_to_those_with_the_same_salt(
+    tiny_model: Path, tmp_path: Path, salt: str
+) -> None:
+    explained = Explained(ToyEngine(tiny_model, cpu_blocks=128))
+    engine, tune = explained.engine, adapted(tmp_path)
+    explained.ask(IDS, salt=salt)
+    # What another salt holds must not change the answer either.
+    ask(engine, IDS, 1, "theirs")
+    engine.add(IDS, 1, salt, control={"explain": True}, **tune)
+    engine.run()
+    assert causes(explained.last()) == {"other_adapter": 40, "partial_block": 2}
+    engine.add(IDS, 1, "third", control={"explain": True}, **tune)
+    engine.run()
+    assert causes(explained.last()) == {"never_stored": 40, "partial_block": 2}
+    counted = {"never_stored": 40, "other_adapter": 40, "other_salt": 80, "partial_block": 8}
+    assert explained.counted() == counted
+    engine.drop_gpu_cache()
+    assert explained.ask([*IDS[:20], *seeded_prompt(2, 22)], salt=salt)["cpu"] == 20
+    assert explained.counted()["other_adapter"] == 40
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"windows": (10,)},
+        {"windows": (None, 10), "block_sizes": (4, 8)},
+        {"windows": (None, STATE)},
+        {"extra_config": {"reuse_partial_tail": True}},
+    ],
+    ids=["window", "sizes", "recurrent", "tail"],
+)
+def test_other_salt_is_found_with_any_groups(tiny_model: Path, shape: dict[str, Any]) -> None:
+    explained = Explained(ToyEngine(tiny_model, cpu_blocks=128, **shape))
+    ask(explained.engine, IDS, 1, "mine")
+    explained.ask(IDS, salt="theirs")
+    assert explained.counted()["other_salt"] >= 40
+    explained.ask(IDS[:3], salt="theirs")  # shorter than a block
+    explained.engine.assert_at_rest()
+
+
+def test_other_salt_counts_while_its_first_block_is_stored(tiny_model: Path) -> None:
+    explained = Explained(ToyEngine(tiny_model))
+    engine = explained.engine
+    engine.copier.store_delay = 1000
+    engine.add(IDS, 1, "mine")
+    engine.step()
+    engine.add(IDS, 1, "theirs")
+    engine.step()
+    assert explained.counted()["other_salt"] == 40
+
+
+@pytest.mark.parametrize(("before", "after", "counted"), [(0, 14, 40), (0, 15, 0), (14, 14, 40)])
+def test_only_the_last_sixteen_scopes_are_looked_up(
+    tiny_model: Path, before: int, after: int, counted: int
+) -> None:
+    """The own one is among them."""
+    explained = Explained(ToyEngine(tiny_model, cpu_blocks=256))
+    engine = explained.engine
+    ask(engine, IDS, 1, "mine")
+    for number in range(before):
+        ask(engine, seeded_prompt(2, 9), 1, f"before {number}")
+    ask(engine, seeded_prompt(3, 9), 1, "mine")
+    for number in range(after):
+        ask(engine, seeded_prompt(2, 9), 1, f"after {number}")
+    already = explained.counted().get("other_salt", 0)
+    explained.ask(IDS, salt="theirs")
+    assert explained.counted().get("other_salt", 0) == already + counted
+
+
+def test_scope_from_before_a_change_of_weights_does_not_count(tiny_model: Path) -> None:
     explained = Explained(ToyEngine(tiny_model))
     ask(explained.engine, IDS, 1, "mine")
-    account = explained.ask(IDS, salt="theirs")
-    assert causes(account) == {"never_stored": 40, "partial_block": 2}
+    explained.engine.half._key_maker.new_epoch(b"1" * 16)  # and the tier still has the blocks
+    explained.ask(IDS, salt="theirs")
+    assert "other_salt" not in explained.counted()
+    explained.ask(IDS, salt="third")
+    assert explained.counted()["other_salt"] == 40
 
 
 def test_debug_log_has_a_line_for_each_request(
     tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = ToyEngine(tiny_model)
-    name = "vllm_tiered_kv.connector.scheduler.miss_causes"
-    with caplog.at_level(logging.DEBUG, name):
+    with caplog.at_level(logging.DEBUG, LOGGER):
         request = ask(engine, IDS, 1)
-    (line,) = [record.getMessage() for record in caplog.records if record.name == name]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == LOGGER]
     assert line == (
         f"request {request}: 42 prompt tokens: 40 computed (never_stored), "
         "2 computed (partial_block)"
@@ -342,10 +443,11 @@ def test_account_is_a_span_in_the_trace_of_its_request(
     engine = ToyEngine(tiny_model, engine_args=endpoint)
     trace_id = "0af7651916cd43dd8448eb211c80319c"
     headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
-    for request_headers in (headers, None):
-        engine.add(IDS, 1, trace_headers=request_headers)
+    for request_headers, salt in ((headers, ""), (None, ""), (headers, "theirs")):
+        engine.add(IDS, 1, salt, trace_headers=request_headers)
         engine.run()
-    (span,) = spans.get_finished_spans()
+    span, of_other_salt = spans.get_finished_spans()
+    assert of_other_salt.attributes == span.attributes
     assert span.name == "tiered_kv"
     assert f"{span.context.trace_id:032x}" == trace_id
     assert span.attributes == {
@@ -440,3 +542,57 @@ def test_daemon_that_is_gone_is_unavailable(tiny_model: Path, daemon: DaemonProc
     assert seen <= {"lookup_timeout", "daemon_unavailable", "partial_block"}
     assert "daemon_unavailable" in causes(explained.last())
     engine.close()
+
+
+def test_blocks_of_the_same_model_in_other_namespaces_are_logged_once(
+    tiny_model: Path, tmp_path: Path, daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    other_model = tmp_path / "other"
+    shutil.copytree(tiny_model, other_model)
+    for model, name in ((tiny_model, "a"), (tiny_model, "b"), (tiny_model, ""), (other_model, "c")):
+        engine = engine_at(model, daemon.endpoint, extra={"namespace": name})
+        ask(engine, IDS, 1)
+        engine.close()
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "vllm_tiered_kv"):
+        engine = engine_at(tiny_model, daemon.endpoint)
+        end = time.monotonic() + 30
+        while "other namespaces" not in caplog.text:  # before the first request
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        for number in range(3):
+            ask(engine, seeded_prompt(number, 42), 1)
+        engine.close()
+        line = f"the daemon at {daemon.endpoint} holds 20 blocks of {tiny_model} under 2 other"
+        assert caplog.text.count(line) == caplog.text.count("other namespaces") == 1
+
+
+def test_other_namespaces_of_a_daemon_that_starts_later_are_logged_once(
+    tiny_model: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ssd = ("--ssd", str(folder / "ssd"), "--ssd-space", "128MiB")
+    caplog.set_level(logging.INFO, "vllm_tiered_kv")
+
+    def ask_until_it_answers(engine: ToyEngine, seed: int) -> None:
+        answered, end = total(engine, names.LOOKUPS, "remote", "miss"), time.monotonic() + 30
+        while (
+            total(engine, names.LOOKUPS, "remote", "miss") == answered
+            or "other namespaces" not in caplog.text
+        ):
+            assert time.monotonic() < end
+            seed += 1
+            ask(engine, seeded_prompt(seed, 42), 1)
+
+    with DaemonProcess(folder, "--memory", "16MiB", *ssd) as daemon:
+        other = engine_at(tiny_model, daemon.endpoint, extra={"namespace": "a"})
+        ask(other, IDS, 1)
+        other.close()
+        daemon.terminate()
+        engine = engine_at(tiny_model, daemon.endpoint)
+        ask(engine, IDS, 1)
+        for seed in (1000, 2000):
+            daemon.restart()
+            ask_until_it_answers(engine, seed)
+            daemon.kill()
+        engine.close()
+    assert caplog.text.count("holds 10 blocks of") == caplog.text.count("other namespaces") == 1

@@ -210,6 +210,33 @@ def test_new_epoch_changes_every_key() -> None:
     assert len({key for groups in epochs for keys in groups for key in keys}) == 3 * (8 + 4)
 
 
+@pytest.mark.parametrize("lookahead", [0, 3])
+@pytest.mark.parametrize("kind", ["text", "images", "embeddings"])
+def test_keys_under_other_scopes_are_those_of_requests_with_them(
+    tmp_path: Path, kind: str, lookahead: int
+) -> None:
+    contents: dict[str, Any] = {
+        "text": {"tokens": TOKENS},
+        "images": {"tokens": TOKENS, "mm_features": [image("a", 2, 4), image("b", 15, 3)]},
+        "embeddings": {"tokens": None, "prompt_embeds": embeds()},
+    }
+    lora = LoRARequest("tune", 1, str(write_adapter(tmp_path / "tune", b"1")))
+    maker = KeyMaker(NAMESPACE, (BLOCK, 2 * BLOCK), lookahead=lookahead)
+    scopes: list[dict[str, Any]] = [
+        {"cache_salt": "a"},
+        {},
+        {"lora_request": lora},
+        {"lora_request": lora, "cache_salt": "b"},
+    ]
+    expected = [keys_of(make_request(**contents[kind], **scope), maker=maker) for scope in scopes]
+    request = make_request(**contents[kind], lora_request=lora, cache_salt="a")
+    found = list(maker.under_other_scopes(request, maker.keys_for(request), 2 * BLOCK))
+    assert [keys.of_group for keys, _ in found] == [
+        [small[:2], large[:1]] for small, large in expected
+    ]
+    assert [has_same_salt for _, has_same_salt in found] == [True, False, False, False]
+
+
 # ---- images and embeddings ----------------------------------------------------------------------
 
 

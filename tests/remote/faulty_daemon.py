@@ -31,6 +31,8 @@ from vllm_tiered_kv.wire.messages import (
     GetReply,
     Hello,
     HelloReply,
+    Info,
+    InfoReply,
     Limits,
     Match,
     MatchReply,
@@ -144,6 +146,8 @@ class FaultyDaemon:
             return DeleteReply(sum(self.blocks.pop(key, None) is not None for key in request.keys))
         if isinstance(request, Flush):
             return FlushReply()
+        if isinstance(request, Info):
+            return InfoReply({})
         assert isinstance(request, Stats), request
         return StatsReply({})
 

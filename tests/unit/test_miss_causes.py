@@ -12,6 +12,7 @@ from vllm_tiered_kv.cache.ghosts import Ghosts
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import StoreReport, TransferLedger
 from vllm_tiered_kv.cache.planner import Group
+from vllm_tiered_kv.connector.identity.request_keys import KeyMaker
 from vllm_tiered_kv.connector.scheduler.account import Account, Miss
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
 from vllm_tiered_kv.connector.scheduler.miss_causes import MissCauses
@@ -38,11 +39,17 @@ class Bench:
         self.recorder = Recorder()
         self.ledger = TransferLedger(self.index, self.recorder, 1, self.ghosts)
         tier = self.tier = CpuTier([GROUP], self.index, self.ledger, self.recorder)
-        self.causes = MissCauses(tier, self.ghosts, may_load=True, has_daemons=False)
+        self.causes = MissCauses(
+            tier, self.ghosts, KeyMaker(b"", (4,)), may_load=True, has_daemons=False
+        )
 
     def admit(self, match: Match, loaded: int = 0, remote: int = 0) -> Account:
         request: Any = SimpleNamespace(
-            request_id="r", num_tokens=42, num_preemptions=0, skip_reading_prefix_cache=False
+            request_id="r",
+            num_tokens=42,
+            num_preemptions=0,
+            skip_reading_prefix_cache=False,
+            cache_salt=None,
         )
         keys: Any = SimpleNamespace(of_group=[KEYS])
         state = RequestState(request, keys)

@@ -15,6 +15,7 @@ from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import StoreReport, TransferLedger
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens, plan_store
 from vllm_tiered_kv.config import StepLoads, TieredKVConfig
+from vllm_tiered_kv.connector.identity.request_keys import KeyMaker
 from vllm_tiered_kv.connector.scheduler import remote_lookups
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
 from vllm_tiered_kv.connector.scheduler.load_planner import LoadPlanner
@@ -71,6 +72,7 @@ class Servers:
 
     def __init__(self, by_anchor: dict[bytes, Server | None]) -> None:
         self.by_anchor = by_anchor
+        self.stores = {server.address: server for server in by_anchor.values() if server}
 
     def server_for(self, anchor: bytes) -> Server | None:
         return self.by_anchor[anchor]
@@ -342,7 +344,9 @@ def test_request_that_starts_over_keeps_its_blocks_again() -> None:
         verification=None,
         reuses_tails=False,
         engine=EngineFacts(),
-        misses=MissCauses(asked.cpu, Ghosts(64, 64), may_load=True, has_daemons=True),
+        misses=MissCauses(
+            asked.cpu, Ghosts(64, 64), KeyMaker(b"", (4,)), may_load=True, has_daemons=True
+        ),
     ).preempted(asked.state)
     assert not asked.state.remote.copies
     assert asked.state.remote.lookup is None

@@ -41,6 +41,7 @@ class OneServer:
 
     def __init__(self, server: Server) -> None:
         self.server = server
+        self.stores = {server.address: server}
 
     def server_for(self, anchor: bytes) -> Server:
         return self.server
@@ -158,7 +159,9 @@ def test_window_with_a_gap_is_a_miss(loses: int) -> None:
     keys = [BlockKey(n.to_bytes(16, "big") + b"\0") for n in range(600)]
     ends, middle = Forgetful("tcp://ends:1", 0), Forgetful("tcp://middle:1", loses)
     servers = SimpleNamespace(
-        server_for=lambda key: middle if key == keys[64] else ends, is_up=True
+        server_for=lambda key: middle if key == keys[64] else ends,
+        stores={server.address: server for server in (ends, middle)},
+        is_up=True,
     )
     lookups = RemoteLookups(servers, [RankTag()], 30.0, 60.0, Recorder(), threads=1)  # type: ignore[arg-type]
     group = Group(0, 4, 256, 0, window=4 * 590)

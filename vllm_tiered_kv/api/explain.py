@@ -21,6 +21,7 @@ _SOURCES = {
 }
 _CAUSES = {
     MissCause.NEVER_STORED: "never stored, as far as the engine remembers",
+    MissCause.OTHER_ADAPTER: "never stored, but held with another LoRA adapter, or without one",
     MissCause.EVICTED: "evicted from the CPU tier",
     MissCause.DROPPED: "dropped when they were to be stored",
     MissCause.PENDING: "being stored, or computed by another request",

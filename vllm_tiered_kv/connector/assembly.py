@@ -72,10 +72,9 @@ from vllm_tiered_kv.device.replica_arena import Replicas, share_memory
 from vllm_tiered_kv.errors import ConfigError, TieredKVError
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.options import format_size
-from vllm_tiered_kv.remote.address import EngineIdentity
+from vllm_tiered_kv.remote.address import EngineIdentity, engine_name
 from vllm_tiered_kv.remote.block_server import BlockServer
 from vllm_tiered_kv.remote.placement import ServerGroup
-from vllm_tiered_kv.wire.limits import MAX_TEXT
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -163,7 +162,7 @@ def make_scheduler_half(
             namespace,
             tuple(nbytes // shards for nbytes in block_bytes),
             str(kv_cache_config.kv_cache_layout),
-            f"vLLM, pid {os.getpid()}, model {model}"[:MAX_TEXT],
+            engine_name(model),
         )
         replicas = replicas_of(kv_cache_config, vllm_config.parallel_config)
         cluster = open_cluster(config, identity)
@@ -180,6 +179,7 @@ def make_scheduler_half(
     misses = MissCauses(
         tier,
         ghosts,
+        key_maker,
         load_policy.may_load,
         remote is not None,
         once.is_computing if once is not None else None,

@@ -83,6 +83,8 @@ class MissCause(str, enum.Enum):
     block, so the cause of that block counts for the tokens behind it too."""
 
     NEVER_STORED = "never_stored"  # as far as the engine remembers
+    OTHER_ADAPTER = "other_adapter"  # the CPU tier holds the first block with another adapter
+    OTHER_SALT = "other_salt"  # the same with another salt; `Account.for_response` hides it
     EVICTED = "evicted"  # from the CPU tier, and no daemon holds it
     DROPPED = "dropped"  # it was to be stored, see `DropReason`
     PENDING = "pending"  # it is being stored, or another request is computing it

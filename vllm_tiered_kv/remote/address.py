@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from vllm_tiered_kv.core.key import CONTENT_BYTES, RankTag
 from vllm_tiered_kv.core.store import NAMESPACE_BYTES, StoreKey, announced_namespace
 from vllm_tiered_kv.errors import ConfigError
-from vllm_tiered_kv.wire.limits import PROTOCOL_VERSION
+from vllm_tiered_kv.wire.limits import MAX_TEXT, PROTOCOL_VERSION
 from vllm_tiered_kv.wire.messages import Hello
 
 ARENA_SUFFIX = ".arena"
 """Suffix of the socket that hands out shared memory, in the folder of the `ipc://` socket."""
 
+_MODEL = ", model "
 _MAX_PATH = 107  # bytes in sockaddr_un, without the final zero
 _TCP = re.compile(r"tcp://(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
 _EXAMPLES = '"tcp://host:9527" or "ipc:///run/tiered-kv.sock"'
@@ -94,6 +95,16 @@ class ServerAddress:
 
     def __str__(self) -> str:
         return self.endpoint
+
+
+def engine_name(model: str) -> str:
+    """What an engine calls itself at a daemon."""
+    return f"vLLM, pid {os.getpid()}{_MODEL}{model}"[:MAX_TEXT]
+
+
+def model_in(name: str) -> str:
+    """The model in the name of an engine; empty for other clients."""
+    return name.partition(_MODEL)[2]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,17 @@ from typing import Any
 
 from vllm_tiered_kv.core.breaker import Breaker
 from vllm_tiered_kv.core.key import BlockKey, RankTag
-from vllm_tiered_kv.core.store import Durability, PutItem, PutResult, StoreKey, StoreUsage
+from vllm_tiered_kv.core.store import (
+    NAMESPACE_BYTES,
+    Durability,
+    PutItem,
+    PutResult,
+    StoreKey,
+    StoreUsage,
+)
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.errors import ArenaError, ConnectionLost
-from vllm_tiered_kv.remote.address import EngineIdentity, ServerAddress
+from vllm_tiered_kv.remote.address import EngineIdentity, ServerAddress, model_in
 from vllm_tiered_kv.remote.calls import Caller, RemoteCounts
 from vllm_tiered_kv.remote.connection import Connection, Settings
 from vllm_tiered_kv.remote.curve import CurveKeys
@@ -36,6 +43,8 @@ from vllm_tiered_kv.wire.messages import (
     DeleteReply,
     Flush,
     FlushReply,
+    Info,
+    InfoReply,
     Match,
     MatchReply,
     Stats,
@@ -320,6 +329,24 @@ class RemoteStore:
         facts = self._stats(deadline)
         rates = {tier: _number(facts, "read_bytes_per_second", tier) for tier in _SLOWER}
         return {tier: float(rate) for tier, rate in rates.items() if rate > 0}
+
+    def other_namespaces(self, deadline: float) -> list[int]:
+        """Returns how many blocks the daemon holds of each other namespace whose engines name the
+        same model. At least, because a block may be in memory and on the SSD."""
+        facts: dict[str, Any] = {}
+
+        def ask(connection: Connection) -> None:
+            facts.update(connection.call(Info(), InfoReply, deadline=deadline).facts)
+
+        self._caller.attempt(ask, deadline)
+        rows = facts.get("by_namespace")
+        own, model = self.identity.namespace[:NAMESPACE_BYTES].hex(), model_in(self.identity.client)
+        counts = [
+            max(n for n in (row.get("memory_blocks"), row.get("ssd_blocks"), 0) if type(n) is int)
+            for name, row in (rows.items() if isinstance(rows, dict) else ())
+            if name != own and isinstance(row, dict) and model_in(str(row.get("client"))) == model
+        ]
+        return [count for count in counts if count]
 
     def _stats(self, deadline: float) -> dict[str, Any]:
         """Returns the daemon's statistics; none if it does not answer."""

@@ -6,7 +6,8 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
+
+_MAX_SCOPES = 16  # that misses are looked up under
 
 # A digest or a UUID: a client would not reuse such a name for another image.
 _UNIQUE_NAME = re.compile(r"[0-9a-fA-F]{32,}|[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
@@ -202,11 +205,14 @@ class KeyMaker:
         # By name and path, which identify an adapter in vLLM's own prefix cache: the digest of its
         # files; None if blocks of several versions may be in that cache.
         self._files_of: dict[tuple[str, str], bytes | None] = {}
+        # By adapter and salt, least recently used first: the roots of the last requests' keys.
+        self._roots: OrderedDict[tuple[bytes | None, str | None], bytes] = OrderedDict()
 
     def new_epoch(self, nonce: bytes) -> None:
         """Makes all later keys differ from earlier ones, after weights changed in place."""
         self._epoch = nonce
         self._files_of.clear()
+        self._roots.clear()
 
     def keys_for(self, request: Request) -> RequestKeys:
         lora = request.lora_request
@@ -228,9 +234,25 @@ class KeyMaker:
         old keys: vLLM has not loaded the adapter since then, even if the files have changed."""
         return self._keys(request, keys.adapter)
 
+    def under_other_scopes(
+        self, request: Request, keys: RequestKeys, num_tokens: int
+    ) -> Iterator[tuple[RequestKeys, bool]]:
+        """Yields the keys that the first `num_tokens` tokens of a request would have with the other
+        adapters and salts of recent requests, and whether the salt is that of the request."""
+        own_salt = request.cache_salt or None
+        for (adapter, salt), root in self._roots.items():
+            if (adapter, salt) != (keys.adapter, own_salt):
+                other = RequestKeys(root, self._block_sizes, adapter, self._engine, self._lookahead)
+                other.extend(request, num_tokens)
+                yield other, salt == own_salt
+
     def _keys(self, request: Request, adapter: bytes | None) -> RequestKeys:
-        scope = (self._epoch, adapter, request.cache_salt or None)
-        root = root_digest(self._namespace, scope)
+        salt = request.cache_salt or None
+        root = root_digest(self._namespace, (self._epoch, adapter, salt))
+        self._roots[adapter, salt] = root
+        self._roots.move_to_end((adapter, salt))
+        if len(self._roots) > _MAX_SCOPES:
+            self._roots.popitem(last=False)
         return RequestKeys(root, self._block_sizes, adapter, self._engine, self._lookahead)
 
     def _adapter(self, lora: LoRARequest) -> bytes:

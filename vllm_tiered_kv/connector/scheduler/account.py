@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_tiered_kv.core.tiers import Tier
@@ -34,7 +34,7 @@ class Miss:
 @dataclass
 class Account:
     """Where the prompt tokens of a request came from, when it was first admitted. `MissCauses`
-    builds it; the response and the log show it."""
+    builds it. The log shows it, the response and the trace show `for_response`."""
 
     prompt_tokens: int
     gpu: int
@@ -45,6 +45,16 @@ class Account:
     @property
     def computed(self) -> int:
         return sum(miss.tokens for miss in self.missed)
+
+    def for_response(self) -> Account:
+        """The account without what a user must not learn: that others, who have another salt, asked
+        the same."""
+        never_stored = MissCause.NEVER_STORED
+        missed = [
+            replace(miss, cause=never_stored) if miss.cause is MissCause.OTHER_SALT else miss
+            for miss in self.missed
+        ]
+        return replace(self, missed=missed)
 
     def load_failed(self) -> int:
         """The load of this account has failed, so its tokens are computed; returns how many."""

@@ -6,7 +6,8 @@ know count as evicted: what a request adds to an evicted prefix was never stored
 or recurrent states, tokens that the tiers hold but cannot continue are apart from those behind.
 
 A hit costs nothing per block; neither does a miss, except for evicted blocks, which are looked up
-among the ghosts.
+among the ghosts. If nothing of a prompt is held, its first block is looked up with the adapters and
+salts of recent requests, some ten microseconds each.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 from vllm_tiered_kv.cache.cost_model import between
 from vllm_tiered_kv.cache.ghosts import FACTORS, Ghosts
 from vllm_tiered_kv.cache.planner import Group, end_of_full_groups
+from vllm_tiered_kv.connector.identity.request_keys import KeyMaker
 from vllm_tiered_kv.connector.scheduler.account import Account, Miss
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
 from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookup
@@ -41,6 +43,7 @@ class MissCauses:
         self,
         tier: CpuTier,
         ghosts: Ghosts,
+        key_maker: KeyMaker,
         may_load: bool,
         has_daemons: bool,
         is_computing: IsComputing | None = None,
@@ -53,6 +56,7 @@ class MissCauses:
         self._index = tier.index
         self._recorder = tier.recorder
         self._ghosts = ghosts
+        self._key_maker = key_maker
         self._may_load = may_load
         self._has_daemons = has_daemons
         self._is_computing = is_computing or (lambda request_id, keys, position: False)
@@ -80,7 +84,7 @@ class MissCauses:
             request.num_tokens, match.computed, _sources(match, loaded, remote), missed
         )
         if state.account is None:
-            state.account = account
+            state.account = account.for_response()
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("request %s: %s", request.request_id, account.line())
 
@@ -165,8 +169,9 @@ class MissCauses:
                 return [Miss(cause, tokens, Tier.REMOTE)]
         ghost = self._ghosts.find(keys[position])
         if ghost is None:
-            is_part = self._is_hybrid and group.window is not None
-            cause = MissCause.INCOMPLETE if is_part else MissCause.NEVER_STORED
+            if self._is_hybrid and group.window is not None:
+                return [Miss(MissCause.INCOMPLETE, tokens)]
+            cause = MissCause.NEVER_STORED if position else self._held_otherwise(state, group)
             return [Miss(cause, tokens)]
         if ghost.reason is not None:
             dropped = Miss(MissCause.DROPPED, tokens, Tier.CPU, ghost.seconds_ago, ghost.reason)
@@ -201,6 +206,21 @@ class MissCauses:
                 if not (may_use_cpu and self._index.lookup(keys[position]) is Lookup.HIT):
                     return group, position
         return None
+
+    def _held_otherwise(self, state: RequestState, group: Group) -> MissCause:
+        """Whether the CPU tier holds the first block of the prompt with another adapter or salt."""
+        found = set()
+        # Always all of them, so that the time tells nothing about other salts.
+        for other, has_same_salt in self._key_maker.under_other_scopes(
+            state.request, state.keys, group.block_size
+        ):
+            keys = other.of_group[group.group_id]  # none if the prompt is shorter
+            if keys and self._index.lookup(keys[0]) is not Lookup.MISS:
+                found.add(has_same_salt)
+        # The same salt first: the response tells this, and must not depend on other salts.
+        if True in found:
+            return MissCause.OTHER_ADAPTER
+        return MissCause.OTHER_SALT if found else MissCause.NEVER_STORED
 
     def _why_not_looked_up(self, state: RequestState, may_query_daemons: bool) -> MissCause | None:
         """Why it is unknown whether daemons hold a block; None if they were asked and do not."""

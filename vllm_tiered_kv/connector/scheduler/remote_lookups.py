@@ -32,6 +32,7 @@ from vllm_tiered_kv.core.transfer import LeasedBlocks, int64_array, pick
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import LookupOutcome
 from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.remote.address import model_in
 from vllm_tiered_kv.remote.block_server import BlockServer, is_local
 from vllm_tiered_kv.remote.local_daemon import LocalDaemon
 from vllm_tiered_kv.remote.placement import ServerGroup, placed_runs
@@ -226,6 +227,12 @@ class RemoteLookups:
         self._pin_threads = threading.Semaphore(_MAX_PIN_THREADS)
         self._local_daemons: dict[str, LocalDaemon] = {}
         self._local_daemons_lock = threading.Lock()
+        self._not_compared = {
+            address: server
+            for address, server in cluster.stores.items()
+            if isinstance(server, RemoteStore)
+        }
+        """Daemons by address, until they are asked what they hold under other namespaces."""
 
     def greet(self) -> None:
         """Connects to the daemons in the background, so that the first lookup need not. Never
@@ -242,6 +249,25 @@ class RemoteLookups:
                 self._local_daemon(server).attach()
             if server.available:  # otherwise attaching has found that it is down
                 server.greet()
+                self._compare_namespaces()
+
+    def _compare_namespaces(self) -> None:
+        """Logs once for each daemon that is up whether it holds blocks of the same model which this
+        engine cannot use."""
+        for address, server in tuple(self._not_compared.items()):
+            if not server.is_up or self._not_compared.pop(address, None) is None:
+                continue
+            others = server.other_namespaces(time.monotonic() + self._timeout_s)
+            if others:
+                logger.info(
+                    "the daemon at %s holds %d blocks of %s under %d other namespaces: engines "
+                    "with other model files, dtype, layout or settings, or another release of "
+                    "vLLM, stored them, and this engine cannot use them (`tiered-kv ls`)",
+                    address,
+                    sum(others),
+                    model_in(server.identity.client),
+                    len(others),
+                )
 
     def start(
         self,
@@ -385,6 +411,7 @@ class RemoteLookups:
     ) -> None:
         if future.set_running_or_notify_cancel():
             future.set_result(self._query(keys, firsts, lengths, deadline, windows))
+            self._compare_namespaces()  # of daemons that were not up before
 
     def _query(
         self,

@@ -141,7 +141,7 @@ class RequestState:
     remote: RemoteState = field(default_factory=RemoteState)
     store: StoreState = field(default_factory=StoreState)
     verification: VerificationState = field(default_factory=VerificationState)
-    account: Account | None = None  # once it was admitted
+    account: Account | None = None  # once it was admitted; for its response
     lost_adapter: bool = False
     """vLLM has loaded another LoRA adapter in place of this request's. Blocks it computes from now
     on belong to neither adapter, even after a restart. The scheduler half alone writes it."""
