@@ -84,7 +84,7 @@ class MissCause(str, enum.Enum):
 
     NEVER_STORED = "never_stored"  # as far as the engine remembers
     OTHER_ADAPTER = "other_adapter"  # the CPU tier holds the first block with another adapter
-    OTHER_SALT = "other_salt"  # the same with another salt; `Account.for_response` hides it
+    OTHER_SALT = "other_salt"  # the same with another salt; only the debug log tells
     EVICTED = "evicted"  # from the CPU tier, and no daemon holds it
     DROPPED = "dropped"  # it was to be stored, see `DropReason`
     PENDING = "pending"  # it is being stored, or another request is computing it
@@ -165,7 +165,7 @@ COMPUTED_TOKENS = Metric(
     ("cause",),
     "Prompt tokens that were computed, by the reason why they were not loaded; counted when the "
     "request is admitted, after a preemption or a failed load again.",
-    series=tuple((cause.value,) for cause in MissCause),
+    series=tuple((cause.value,) for cause in MissCause if cause is not MissCause.OTHER_SALT),
 )
 WOULD_HIT_TOKENS = Metric(
     "would_hit_tokens",

@@ -34,7 +34,7 @@ class Miss:
 @dataclass
 class Account:
     """Where the prompt tokens of a request came from, when it was first admitted. `MissCauses`
-    builds it. The log shows it, the response and the trace show `for_response`."""
+    builds it. The log shows all of it; response, trace and metrics show `without_secrets`."""
 
     prompt_tokens: int
     gpu: int
@@ -46,9 +46,9 @@ class Account:
     def computed(self) -> int:
         return sum(miss.tokens for miss in self.missed)
 
-    def for_response(self) -> Account:
-        """The account without what a user must not learn: that others, who have another salt, asked
-        the same."""
+    def without_secrets(self) -> Account:
+        """The account without what users must not learn: that others, who have another salt, asked
+        the same. vLLM serves the metrics to everybody who reaches the port of its API."""
         never_stored = MissCause.NEVER_STORED
         missed = [
             replace(miss, cause=never_stored) if miss.cause is MissCause.OTHER_SALT else miss

@@ -78,13 +78,14 @@ class MissCauses:
             Miss(MissCause.PARTIAL_BLOCK, request.num_tokens - max(held, match.reachable)),
         ]
         missed = [miss for miss in missed if miss.tokens > 0]
-        for miss in missed:
-            self._recorder.add(names.COMPUTED_TOKENS, miss.tokens, miss.cause.value)
         account = Account(
             request.num_tokens, match.computed, _sources(match, loaded, remote), missed
         )
+        public = account.without_secrets()
+        for miss in public.missed:
+            self._recorder.add(names.COMPUTED_TOKENS, miss.tokens, miss.cause.value)
         if state.account is None:
-            state.account = account.for_response()
+            state.account = public
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("request %s: %s", request.request_id, account.line())
 
