@@ -54,7 +54,7 @@ unit: ## run the tests that need neither torch nor vLLM, where neither is instal
 
 daemon: ## run the tests of stores, daemon and client, also without torch and vLLM
 	@$(SETUP) --env $(UNIT) --profile unit
-	$(UNIT)/bin/python -m pytest tests/stores tests/remote tests/daemon -n $(DAEMON_TEST_PROCESSES) $(BY_FILE) $(SELECTED) $(PYTEST_FLAGS)
+	$(UNIT)/bin/python -m pytest tests/remote tests/daemon tests/stores -n $(DAEMON_TEST_PROCESSES) $(BY_FILE) $(SELECTED) $(PYTEST_FLAGS)
 
 matrix: ## check each vLLM release in an environment of its own (RELEASES=0.32.0: only that)
 	@$(PYTHON) -m tools.matrix $(RELEASES)

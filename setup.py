@@ -234,7 +234,9 @@ setup(
     ext_modules=[
         extension(
             "_cpu",
+            # The two that take longest come first, or one core compiles the last one alone.
             "cpu_module.cpp",
+            "index/module.cpp",
             "block_layout.cpp",
             "thread_pool.cpp",
             "block_copy_cpu.cpp",
@@ -258,7 +260,6 @@ setup(
             "index/block_leaving.cpp",
             "index/block_check.cpp",
             "index/durable_index.cpp",
-            "index/module.cpp",
         ),
         extension(
             "_cuda",

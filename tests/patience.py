@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -39,3 +40,22 @@ def mostly_slow(cases: Iterable[Any], quick: int) -> list[Any]:
         case if number < quick else pytest.param(case, marks=pytest.mark.slow)
         for number, case in enumerate(cases)
     ]
+
+
+def in_turn(*axes: Mapping[str, Any]) -> list[Any]:
+    """For `parametrize`: all combinations of these values, by name. Part of every run are those in
+    which the last value follows from the others, so that each value of an axis is tried with one
+    after the other of the last axis; the rest are marked slow."""
+    import pytest
+
+    cases = []
+    for chosen in itertools.product(*(enumerate(axis.items()) for axis in axes)):
+        *others, last = (number for number, _ in chosen)
+        cases.append(
+            pytest.param(
+                *(value for _, (_, value) in chosen),
+                id="-".join(name for _, (name, _) in chosen),
+                marks=() if last == sum(others) % len(axes[-1]) else pytest.mark.slow,
+            )
+        )
+    return cases

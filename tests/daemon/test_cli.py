@@ -24,6 +24,7 @@ from tests.daemon.raw_client import RawClient, Refused, attach, block, key, wire
 from tests.patience import eventually
 from vllm_tiered_kv.config import Eviction
 from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.server.cli import main
 from vllm_tiered_kv.server.net.endpoints import bind
 from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.options import (
@@ -177,12 +178,13 @@ def test_options_wrong_value_is_named_in_error(file: dict[str, object], sentence
         (["--secret-key", "/no/such/file", "--clients", "/x"], "cannot be read"),
     ],
 )
-def test_cli_wrong_argument_prints_one_sentence(arguments: list[str], sentence: str) -> None:
-    done = run("--http", "off", *arguments)
-    assert done.returncode == 2
-    assert sentence in done.stderr
-    assert "Traceback" not in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+def test_cli_wrong_argument_prints_one_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--http", "off", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert len(said.strip().splitlines()) == 1
 
 
 def test_cli_wrong_yaml_prints_one_sentence(folder: Path) -> None:

@@ -98,6 +98,7 @@ def test_concurrent_clients_aborts_and_preemption(tiny_model: Path, truth: Truth
         assert preempted[0] > 0
 
 
+@pytest.mark.slow
 def test_lazy_store_saves_what_the_gpu_evicts(tiny_model: Path, truth: Truth) -> None:
     options = {"cpu_memory": "64MiB", "store": "lazy"}
     with real_engine(tiny_model, options, num_gpu_blocks_override=64) as engine:
@@ -189,9 +190,9 @@ def test_baseline_modes_change_nothing(tiny_model: Path, truth: Truth, mode: str
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cpu_memry": "1GiB"}, 'did you mean "cpu_memory"'),
         ({"cpu_memory": "4KiB"}, "does not hold a single block"),
-        ({"cpu_memory": "900TiB"}, "more than the machine"),
+        pytest.param({"cpu_memry": "1GiB"}, 'did you mean "cpu_memory"', marks=pytest.mark.slow),
+        pytest.param({"cpu_memory": "900TiB"}, "more than the machine", marks=pytest.mark.slow),
     ],
 )
 def test_bad_options_stop_the_start_with_a_clear_error(

@@ -385,6 +385,7 @@ def test_encoder_is_uncached(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         assert len(out.outputs.embedding) == TINY_BERT["hidden_size"]
 
 
+@pytest.mark.slow
 def test_encoder_decoder_is_refused_by_vllm(tmp_path: Path) -> None:
     """Whichever KV connector it is given."""
     model = write_whisper(tmp_path / "model")

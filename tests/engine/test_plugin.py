@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import vllm
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
@@ -42,6 +43,18 @@ def test_registering_twice_is_fine(registry: dict, monkeypatch: pytest.MonkeyPat
     assert registry[CONNECTOR_NAME]() is TieredKVConnector
 
 
+def test_registering_leaves_the_connector_for_when_it_is_asked_for(
+    registry: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, MODULE_PATH, raising=False)
+        register()
+        assert MODULE_PATH not in sys.modules
+    config = KVTransferConfig(kv_connector=CONNECTOR_NAME, kv_role="kv_both")
+    assert KVConnectorFactory.get_connector_class(config).__module__ == MODULE_PATH
+    assert KVConnectorFactory.supports_hma_config(config)
+
+
 def test_other_connectors_stay(registry: dict) -> None:
     before = dict(registry)
     register()
@@ -66,6 +79,7 @@ def test_installed_entry_point_is_register() -> None:
     assert entry.load() is register
 
 
+@pytest.mark.slow
 def test_vllm_finds_the_connector_by_name_in_a_fresh_process() -> None:
     """The plugins are loaded as vLLM does it, twice; the connector itself comes when asked for."""
     program = f"""

@@ -235,6 +235,7 @@ def test_daemon_reads_session_from_its_disk_before_the_tool_returns(
         end(engine)
 
 
+@pytest.mark.slow
 def test_real_engine_finds_session_in_its_cpu_tier_when_the_daemon_is_gone(
     tiny_model: Path, daemon: DaemonProcess
 ) -> None:

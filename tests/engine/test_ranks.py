@@ -12,7 +12,7 @@ from tests.engine.made_configs import WITH_RECURRENT_STATES
 from tests.engine.toy_asking import ask, assert_tier_is_right, prompt, total, workload
 from tests.engine.toy_groups import EXPORTED_STATE, STATE, WrongRead
 from tests.engine.toy_ranks import RankedToyEngine
-from tests.patience import mostly_slow
+from tests.patience import in_turn, mostly_slow
 from vllm_tiered_kv.errors import CudaError
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
@@ -23,11 +23,15 @@ STAGES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
 TURNS = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 2}
 # Prefill context parallelism, with the tokens of a block divided among its ranks.
 CONTEXT = {**TURNS, "tensor_parallel_size": 1, "prefill_context_parallel_size": 2}
-EITHER_KIND = pytest.mark.parametrize(
-    "parallel",
-    [{}, STAGES, TURNS, CONTEXT],
-    ids=["tensor", "pipeline", "decode_context", "prefill_context"],
-)
+KINDS: dict[str, dict] = {
+    "tensor": {},
+    "pipeline": STAGES,
+    "decode_context": TURNS,
+    "prefill_context": CONTEXT,
+}
+EITHER_KIND = pytest.mark.parametrize("parallel", KINDS.values(), ids=list(KINDS))
+SCHEDULERS = {"sync": False, "async": True}
+WAYS_OF_LOADS = {"step_loads": "auto", "beside_loads": "never"}
 EITHER_RANK = pytest.mark.parametrize("bad", [0, 1], ids=["first-rank", "second-rank"])
 
 
@@ -123,11 +127,18 @@ def test_load_is_over_when_the_slowest_rank_is_done(
         engine.assert_at_rest()
 
 
+HYBRIDS: dict[str, dict] = {
+    "same_blocks": {},
+    "fine_hashes": {"hash_size": 2},
+    "same_spans": {"block_size": 8, "block_sizes": (4, 8)},
+}
+
+
 @WITH_RECURRENT_STATES
 @pytest.mark.parametrize(
-    "shape",
-    [{}, {"hash_size": 2}, {"block_size": 8, "block_sizes": (4, 8)}],
-    ids=["same_blocks", "fine_hashes", "same_spans"],
+    ("shape", "async_scheduling", "step_loads"),
+    in_turn(HYBRIDS, SCHEDULERS, WAYS_OF_LOADS),
+    indirect=["async_scheduling", "step_loads"],
 )
 @pytest.mark.parametrize("state", mostly_slow([STATE, EXPORTED_STATE], 1))
 def test_random_clients_of_hybrids_whose_states_are_not_divided(
@@ -152,7 +163,11 @@ def test_random_clients_of_hybrids_whose_states_are_not_divided(
     assert sum(r.num_preemptions for r in engine.requests.values()) > 0
 
 
-@pytest.mark.parametrize("turns", [2, 4])
+@pytest.mark.parametrize(
+    ("async_scheduling", "step_loads", "turns"),
+    in_turn(SCHEDULERS, WAYS_OF_LOADS, {"two": 2, "four": 4}),
+    indirect=["async_scheduling", "step_loads"],
+)
 @pytest.mark.parametrize("seed", mostly_slow(range(3), 1))
 def test_random_clients_of_both_context_parallelisms_over_tensor_parallel_ranks(
     tiny_model: Path, async_scheduling: bool, turns: int, seed: int
@@ -192,20 +207,19 @@ def test_random_clients_of_both_context_parallelisms_over_tensor_parallel_ranks(
         ask(engine, ids)
 
 
-@EITHER_KIND
+OPTIONS: dict[str, dict] = {
+    "eager": {},
+    "slow": {"store_delay": 4},
+    "lazy": {"store": "lazy", "lazy_window": 24},
+    "tails": {"reuse_partial_tail": True},
+}
+
+
 @pytest.mark.parametrize("seed", mostly_slow(range(3), 1))
 @pytest.mark.parametrize(
-    "options",
-    mostly_slow(
-        [
-            {},
-            {"store_delay": 4},
-            {"store": "lazy", "lazy_window": 24},
-            {"reuse_partial_tail": True},
-        ],
-        2,
-    ),
-    ids=["eager", "slow", "lazy", "tails"],
+    ("parallel", "async_scheduling", "options"),
+    in_turn(KINDS, SCHEDULERS, OPTIONS),
+    indirect=["async_scheduling"],
 )
 def test_random_clients(
     tiny_model: Path,

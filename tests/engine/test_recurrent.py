@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm import SamplingParams
@@ -18,7 +19,7 @@ from tests.engine.made_configs import WITH_RECURRENT_STATES
 from tests.engine.toy_asking import ask, assert_tier_is_right, keys_of, prompt, total, workload
 from tests.engine.toy_engine import ToyEngine, play
 from tests.engine.toy_groups import EXPORTED_STATE, STATE, WrongRead
-from tests.patience import mostly_slow
+from tests.patience import in_turn
 from vllm_tiered_kv.cache.planner import STATE_WINDOW
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.metrics import names
@@ -191,14 +192,15 @@ def test_failed_load_starts_over(tiny_model: Path, async_scheduling: bool) -> No
     assert assert_tier_is_right(engine)
 
 
-@EVERY_SHAPE
-@pytest.mark.parametrize(
-    "options",
-    mostly_slow(
-        [{}, {"store_delay": 4}, {"store": "lazy", "lazy_window": 48}, {"verify_fraction": 0.3}], 2
-    ),
-    ids=["eager", "slow_on_v2", "lazy", "verified"],
-)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "slow_on_v2": {"store_delay": 4},
+    "lazy": {"store": "lazy", "lazy_window": 48},
+    "verified": {"verify_fraction": 0.3},
+}
+
+
+@pytest.mark.parametrize(("shape", "options"), in_turn(SHAPES, OPTIONS))
 def test_random_clients(
     tiny_model: Path, async_scheduling: bool, shape: dict, options: dict
 ) -> None:

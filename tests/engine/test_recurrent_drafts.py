@@ -18,6 +18,7 @@ from tests.engine.toy_asking import ask, assert_tier_is_right, keys_of, prompt, 
 from tests.engine.toy_engine import play
 from tests.engine.toy_groups import EXPORTED_STATE, STATE, WrongRead
 from tests.engine.toy_speculation import DraftingToyEngine, SpeculatingToyEngine
+from tests.patience import in_turn
 from vllm_tiered_kv.metrics import names
 
 pytestmark = WITH_RECURRENT_STATES
@@ -130,13 +131,15 @@ def test_prefix_that_prompts_share_is_found_by_the_third(
     engine.assert_at_rest()
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "slow_on_v2": {"store_delay": 4},
+    "lazy": {"store": "lazy", "lazy_window": 48},
+}
+
+
 @EVERY_ENGINE
-@EVERY_SHAPE
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"store_delay": 4}, {"store": "lazy", "lazy_window": 48}],
-    ids=["eager", "slow_on_v2", "lazy"],
-)
+@pytest.mark.parametrize(("shape", "options"), in_turn(SHAPES, OPTIONS))
 def test_random_clients(
     tiny_model: Path,
     async_scheduling: bool,

@@ -21,7 +21,7 @@ from tests.engine.toy_at_daemon import (
     whole_blocks,
 )
 from tests.engine.toy_engine import play
-from tests.patience import eventually
+from tests.patience import eventually, in_turn
 from tests.remote.daemon_facts import leases_of
 from tests.remote.faulty_daemon import FaultyDaemon, Frames, framed
 from vllm_tiered_kv.core.key import RankTag
@@ -54,8 +54,10 @@ def test_every_rank_is_served_its_own_shard(
     eventually(lambda: leases_of(daemon) == 0)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("sizes", [(1, 2, 4), (4, 2, 1)], ids=["growing", "shrinking"])
+@pytest.mark.parametrize(
+    ("transport", "sizes"),
+    in_turn({"tcp": "tcp", "ipc": "ipc"}, {"growing": (1, 2, 4), "shrinking": (4, 2, 1)}),
+)
 def test_engines_of_other_sizes_never_share(
     tiny_model: Path, daemon: DaemonProcess, transport: str, sizes: tuple[int, ...]
 ) -> None:
@@ -142,8 +144,10 @@ def _expert_replica(number: int) -> dict:
     }
 
 
-@pytest.mark.parametrize("replica", [_dense_replica, _expert_replica])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "replica"),
+    in_turn({"1": 1, "2": 2}, {"dense": _dense_replica, "experts": _expert_replica}),
+)
 def test_data_parallel_replicas_share_a_daemon_and_nothing_else(
     tiny_model: Path, daemon: DaemonProcess, ranks: int, replica: Callable[[int], dict]
 ) -> None:

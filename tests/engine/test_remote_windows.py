@@ -23,12 +23,19 @@ from tests.engine.toy_at_daemon import (
 )
 from tests.engine.toy_engine import ToyEngine
 from tests.engine.toy_groups import STATE
-from tests.engine.window_shapes import EVERY_SHAPE, SHAPES, window_blocks
-from tests.patience import mostly_slow
+from tests.engine.window_shapes import SHAPES, window_blocks
+from tests.patience import in_turn, mostly_slow
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import names
 
 pytestmark = pytest.mark.engine
+
+
+EVERY_SHAPE = pytest.mark.parametrize(
+    ("shape", "at"),
+    in_turn(SHAPES, dict(zip(TRANSPORTS, TRANSPORTS, strict=True))),
+    indirect=["at"],
+)
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -75,7 +82,7 @@ def test_second_engine_is_leased_the_windows(open_engine, at: str, shape: dict) 
 
 
 @EVERY_SHAPE
-def test_shared_prefixes_end_in_windows_far_inside(open_engine, shape: dict) -> None:
+def test_shared_prefixes_end_in_windows_far_inside(open_engine, at: str, shape: dict) -> None:
     rng = random.Random(3)
     (ids,) = prompts(2, 1, 90, 91)
     serve(open_engine(**shape), [ids])

@@ -14,7 +14,7 @@ import pytest
 from tests.engine.toy_asking import ask, prompt, total, workload
 from tests.engine.toy_groups import WrongRead
 from tests.engine.toy_ranks import RankedToyEngine
-from tests.patience import mostly_slow
+from tests.patience import in_turn, mostly_slow
 from vllm_tiered_kv.core.transfer import GroupTransfer
 from vllm_tiered_kv.device.copier import PinnedBlocks
 from vllm_tiered_kv.metrics import names
@@ -183,12 +183,17 @@ def test_block_verified_by_one_rank_is_reported_for_all(
     engine.assert_at_rest()
 
 
-@pytest.mark.parametrize("context", [1, 2], ids=["tensor", "prefill_context"])
+OPTIONS: dict[str, dict] = {
+    "eager": {},
+    "slow": {"store_delay": 4},
+    "lazy": {"store": "lazy", "lazy_window": 24},
+    "verified": {"verify_fraction": 0.5},
+}
+
+
 @pytest.mark.parametrize("seed", mostly_slow(range(3), 1))
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"store_delay": 4}, {"store": "lazy", "lazy_window": 24}, {"verify_fraction": 0.5}],
-    ids=["eager", "slow", "lazy", "verified"],
+    ("options", "context"), in_turn(OPTIONS, {"tensor": 1, "prefill_context": 2})
 )
 def test_random_clients(
     open_replicas: Callable[..., RankedToyEngine],

@@ -19,6 +19,7 @@ from tests.engine.toy_asking import ask, assert_tier_is_right, prompt, seeded_pr
 from tests.engine.toy_at_daemon import TRANSPORTS, address, engine_at, wait_attached
 from tests.engine.toy_engine import ToyEngine, play
 from tests.engine.toy_ranks import RankedToyEngine
+from tests.patience import mostly_slow
 from vllm_tiered_kv.connector.scheduler.partial_tail import Tail
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.metrics import names
@@ -256,7 +257,7 @@ def test_block_that_a_daemons_tail_becomes_is_stored(
             engine.close()
 
 
-@pytest.mark.parametrize("length", [256, 258, 262])
+@pytest.mark.parametrize("length", mostly_slow([258, 256, 262], 1))
 def test_tail_may_be_where_the_daemon_is_chosen_anew(
     tiny_model: Path, tmp_path: Path, async_scheduling: bool, length: int
 ) -> None:

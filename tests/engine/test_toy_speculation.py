@@ -11,6 +11,7 @@ import pytest
 from tests.engine.toy_asking import prompt, total
 from tests.engine.toy_engine import play
 from tests.engine.toy_speculation import DraftingToyEngine, SpeculatingToyEngine
+from tests.patience import mostly_slow
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.metrics import names
 
@@ -39,16 +40,23 @@ DRAFTING: dict[str, dict[str, Any]] = {
 }
 
 
+SEEDS = pytest.mark.parametrize("seeds", mostly_slow([(0, 1), (2, 3)], 1), ids=["0-1", "2-3"])
+
+
+@SEEDS
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_clients(tiny_model: Path, async_scheduling: bool, kind: str) -> None:
-    play_all(SpeculatingToyEngine, tiny_model, async_scheduling, KINDS[kind])
+def test_random_clients(
+    tiny_model: Path, async_scheduling: bool, kind: str, seeds: tuple[int, ...]
+) -> None:
+    play_all(SpeculatingToyEngine, tiny_model, async_scheduling, KINDS[kind], seeds)
 
 
+@SEEDS
 @pytest.mark.parametrize("kind", DRAFTING)
 def test_random_clients_of_drafting_engines_read_no_wrong_kv(
-    tiny_model: Path, async_scheduling: bool, kind: str
+    tiny_model: Path, async_scheduling: bool, kind: str, seeds: tuple[int, ...]
 ) -> None:
-    play_all(DraftingToyEngine, tiny_model, async_scheduling, DRAFTING[kind])
+    play_all(DraftingToyEngine, tiny_model, async_scheduling, DRAFTING[kind], seeds)
 
 
 def test_partial_tails_with_layers_that_read_ahead_are_refused(tiny_model: Path) -> None:
@@ -61,9 +69,10 @@ def play_all(
     model: Path,
     async_scheduling: bool,
     settings: dict[str, Any],
+    seeds: tuple[int, ...],
 ) -> None:
     accepted = rejected = loaded = preempted = 0
-    for seed in range(4):
+    for seed in seeds:
         engine = engine_class(
             model,
             async_scheduling=async_scheduling,

@@ -34,6 +34,7 @@ def lines_of(before: str = "", **environ: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if "a line" in line]
 
 
+@pytest.mark.slow
 def test_lines_look_as_those_of_vllm() -> None:
     (line,) = lines_of()
     assert "INFO" in line

@@ -22,8 +22,8 @@ from tests.engine.toy_asking import (
 )
 from tests.engine.toy_engine import ToyEngine, play
 from tests.engine.toy_groups import WrongRead
-from tests.engine.window_shapes import EVERY_SHAPE, window_blocks
-from tests.patience import mostly_slow
+from tests.engine.window_shapes import EVERY_SHAPE, SHAPES, window_blocks
+from tests.patience import in_turn
 from vllm_tiered_kv.cache.cost_model import Choice
 from vllm_tiered_kv.metrics import names
 
@@ -55,7 +55,7 @@ def test_shared_prefix_partly_on_the_gpu_is_found(
     rng = random.Random(2)
     ids = prompt(rng, 75)
     ask(engine, ids)
-    for length in range(1, 75, 5):
+    for length in range(1, 75, 7):
         engine.drop_gpu_cache()
         for shorter in (length // 2, length):
             before = total(engine, names.HIT_TOKENS), total(engine, names.LOADED_BLOCKS)
@@ -171,14 +171,15 @@ def test_blocks_that_a_window_passes_before_they_are_read_are_stored(
     assert assert_tier_is_right(engine)
 
 
-@EVERY_SHAPE
-@pytest.mark.parametrize(
-    "options",
-    mostly_slow(
-        [{}, {"store_delay": 4}, {"store": "lazy", "lazy_window": 48}, {"eviction": "s3fifo"}], 2
-    ),
-    ids=["lru", "slow", "lazy", "s3fifo"],
-)
+OPTIONS: dict[str, dict] = {
+    "lru": {},
+    "slow": {"store_delay": 4},
+    "lazy": {"store": "lazy", "lazy_window": 48},
+    "s3fifo": {"eviction": "s3fifo"},
+}
+
+
+@pytest.mark.parametrize(("shape", "options"), in_turn(SHAPES, OPTIONS))
 def test_random_clients(
     tiny_model: Path, async_scheduling: bool, shape: dict, options: dict
 ) -> None:
