@@ -471,8 +471,8 @@ ENGINE = (
     Mutation(
         "request-key-without-salt",
         "connector/identity/request_keys.py",
-        "request.cache_salt or None)",
-        "None)",
+        "scope = (self._epoch, adapter, salt)",
+        "scope = (self._epoch, adapter, None)",
         "one tenant's prompts are answered from another's cache",
         _KEYS,
         Needs.VLLM,

@@ -248,7 +248,8 @@ class KeyMaker:
 
     def _keys(self, request: Request, adapter: bytes | None) -> RequestKeys:
         salt = request.cache_salt or None
-        root = root_digest(self._namespace, (self._epoch, adapter, salt))
+        scope = (self._epoch, adapter, salt)
+        root = root_digest(self._namespace, scope)
         self._roots[adapter, salt] = root
         self._roots.move_to_end((adapter, salt))
         if len(self._roots) > _MAX_SCOPES:
