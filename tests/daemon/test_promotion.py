@@ -136,27 +136,6 @@ def test_fetch_of_damaged_block_uses_tier_below(tiers: Tiers) -> None:
     assert tiers.total(names.HITS, Tier.BACKING) == 1
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-@WITH_BACKING
-def test_fetch_reads_as_many_blocks_at_once_as_the_store_wants(
-    tiers: Tiers, batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backing = tiers.store.backing
-    assert backing is not None
-    sizes: list[int] = []
-    get = backing.get
-
-    def watched(keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[bool]:
-        sizes.append(len(keys))
-        return get(keys, into)
-
-    monkeypatch.setattr(backing, "get", watched)
-    monkeypatch.setattr(type(backing), "read_batch", batch)
-    tiers.ssd.delete([key(n) for n in range(COUNT)])
-    assert tiers.fetch(range(COUNT)) == contents()
-    assert sizes == [batch] * (COUNT // batch)
-
-
 @WITH_BACKING
 def test_fetch_from_ssd_does_not_wait_for_backing(
     tiers: Tiers, monkeypatch: pytest.MonkeyPatch

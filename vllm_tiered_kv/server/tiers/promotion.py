@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 Ready = Callable[[int, "PinnedSlot | None"], None]
 """Called once for each position of a fetch with the block, pinned for the receiver, or None."""
 
+_SSD_BATCH_BLOCKS = 8  # enough to keep the disk busy without delaying the first block
 _WAIT_FOR_ROOM_S = 1.0  # how long to wait while no read finds any room
 _MAX_WAIT_S = 10.0  # limit if other reads find room, but not for this block's size or quota
 _RETRY_S = 0.01  # between attempts to find room
@@ -101,7 +102,9 @@ class Promotion:
         if tier_index == len(self._slower):
             self._answer_waiters(keys)
             return
-        batch = self._slower[tier_index][1].read_batch
+        # The SSD reads a batch in parallel. A backing store may hang, so it gets a call per block,
+        # and no block waits for another.
+        batch = _SSD_BATCH_BLOCKS if self._slower[tier_index][1] is self._ssd else 1
         for start in range(0, len(keys), batch):
             some = keys[start : start + batch]
             self._submit_read(tier_index, some, client)
