@@ -25,6 +25,7 @@ from vllm_tiered_kv.connector.scheduler.miss_causes import MissCauses
 from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
 from vllm_tiered_kv.connector.scheduler.request_state import RequestState
 from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.remote.store import RemoteStore
 from vllm_tiered_kv.wire.messages import Match
 
 pytestmark = pytest.mark.engine
@@ -586,9 +587,18 @@ def test_blocks_of_the_same_model_in_other_namespaces_are_logged_once(
         assert caplog.text.count(line) == caplog.text.count("other namespaces") == 1
 
 
-def test_other_namespaces_of_a_daemon_that_starts_later_are_logged_once(
-    tiny_model: Path, folder: Path, caplog: pytest.LogCaptureFixture
+def test_other_namespaces_of_a_daemon_that_answers_later_are_logged_once(
+    tiny_model: Path,
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    answer, unanswered = RemoteStore.other_namespaces, [True]
+
+    def answer_the_second_time(store: RemoteStore, deadline: float) -> list[int] | None:
+        return None if unanswered and unanswered.pop() else answer(store, deadline)
+
+    monkeypatch.setattr(RemoteStore, "other_namespaces", answer_the_second_time)
     ssd = ("--ssd", str(folder / "ssd"), "--ssd-space", "128MiB")
     caplog.set_level(logging.INFO, "vllm_tiered_kv")
 
@@ -614,4 +624,5 @@ def test_other_namespaces_of_a_daemon_that_starts_later_are_logged_once(
             ask_until_it_answers(engine, seed)
             daemon.kill()
         engine.close()
+    assert not unanswered
     assert caplog.text.count("holds 10 blocks of") == caplog.text.count("other namespaces") == 1

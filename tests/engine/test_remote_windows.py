@@ -65,7 +65,8 @@ def keys_of(toy: ToyEngine, ids: list[int]) -> list[list[bytes]]:
     return keys
 
 
-@EVERY_SHAPE
+@pytest.mark.parametrize("at", TRANSPORTS, indirect=True)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_second_engine_is_leased_the_windows(open_engine, at: str, shape: dict) -> None:
     asked = prompts(1, 6)
     serve(open_engine(**shape), asked)

@@ -120,7 +120,9 @@ BACKING_ABSENT = _gauge(
     "backing_absent", "1 while the backing tier does not answer and is not used."
 )
 SESSIONS = _gauge(
-    "sessions", "Client sockets that have sent hello, including those gone for less than a day."
+    "sessions",
+    "Client sockets that have sent hello, including those gone for less than a day, but not those "
+    "over `ipc://` that are closed because they are idle.",
 )
 ATTACHMENTS = _gauge("attached_processes", "Processes that have mapped the memory tier.")
 NAMESPACES = _gauge("namespaces", "Namespaces whose block sizes and layout are known.")

@@ -330,15 +330,17 @@ class RemoteStore:
         rates = {tier: _number(facts, "read_bytes_per_second", tier) for tier in _SLOWER}
         return {tier: float(rate) for tier, rate in rates.items() if rate > 0}
 
-    def other_namespaces(self, deadline: float) -> list[int]:
+    def other_namespaces(self, deadline: float) -> list[int] | None:
         """Returns how many blocks the daemon holds of each other namespace whose engines name the
-        same model. At least, because a block may be in memory and on the SSD."""
+        same model; None if it does not answer. At least, because a block may be in memory and on
+        the SSD."""
         facts: dict[str, Any] = {}
 
         def ask(connection: Connection) -> None:
             facts.update(connection.call(Info(), InfoReply, deadline=deadline).facts)
 
-        self._caller.attempt(ask, deadline)
+        if not self._caller.attempt(ask, deadline):
+            return None
         rows = facts.get("by_namespace")
         own, model = self.identity.namespace[:NAMESPACE_BYTES].hex(), model_in(self.identity.client)
         counts = [

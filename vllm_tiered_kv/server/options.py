@@ -178,8 +178,9 @@ class ServerOptions:
     )
     stall_timeout: int = duration(
         30,
-        "The daemon disconnects a client that reads none of its replies for this long, and a "
-        "tcp client that stops sending in the middle of a message for this long.",
+        "The daemon disconnects a client that reads none of its replies for this long, a tcp "
+        "client that stops sending in the middle of a message for this long, and an `ipc://` "
+        "client that is idle for ten times as long, which loses nothing.",
         low=1,
     )
     log_level: LogLevel = choice(LogLevel.INFO, "Verbosity of the log, which goes to stderr.")

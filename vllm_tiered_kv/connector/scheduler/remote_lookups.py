@@ -47,6 +47,7 @@ _MAX_STEP_WAIT_S = 0.002
 """Time that one step may wait in total for answers of daemons on this host."""
 _SPEEDS_RETRY_S = 1.0
 _MAX_PIN_THREADS = 2
+_COMPARE_TIMEOUT_S = 2.0  # nobody waits for it
 _REMOTE = Tier.REMOTE.value
 
 
@@ -257,8 +258,10 @@ class RemoteLookups:
         for address, server in tuple(self._not_compared.items()):
             if not server.is_up or self._not_compared.pop(address, None) is None:
                 continue
-            others = server.other_namespaces(time.monotonic() + self._timeout_s)
-            if others:
+            others = server.other_namespaces(time.monotonic() + _COMPARE_TIMEOUT_S)
+            if others is None:
+                self._not_compared[address] = server  # asked again after a later lookup
+            elif others:
                 logger.info(
                     "the daemon at %s holds %d blocks of %s under %d other namespaces: engines "
                     "with other model files, dtype, layout or settings, or another release of "
