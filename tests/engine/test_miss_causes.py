@@ -593,7 +593,8 @@ def test_other_namespaces_of_a_daemon_that_answers_later_are_logged_once(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    answer, unanswered = RemoteStore.other_namespaces, [True]
+    answer = RemoteStore.other_namespaces
+    unanswered: list[bool] = []
 
     def answer_the_second_time(store: RemoteStore, deadline: float) -> list[int] | None:
         return None if unanswered and unanswered.pop() else answer(store, deadline)
@@ -617,6 +618,7 @@ def test_other_namespaces_of_a_daemon_that_answers_later_are_logged_once(
         ask(other, IDS, 1)
         other.close()
         daemon.terminate()
+        unanswered.append(True)
         engine = engine_at(tiny_model, daemon.endpoint)
         ask(engine, IDS, 1)
         for seed in (1000, 2000):
