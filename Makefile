@@ -59,13 +59,13 @@ daemon: ## run the tests of stores, daemon and client, also without torch and vL
 matrix: ## check each vLLM release in an environment of its own (RELEASES=0.32.0: only that)
 	@$(PYTHON) -m tools.matrix $(RELEASES)
 
-lint: ## ruff, mypy, clang-format and `check-native`; changes nothing
+lint: ## ruff, mypy, clang-format and a faster `check-native`; changes nothing
 	@$(SETUP) --env $(LINT) --profile lint
 	$(LINT)/bin/ruff check .
 	$(LINT)/bin/ruff format --check .
 	$(LINT)/bin/mypy
 	$(if $(CXX_FILES),$(LINT)/bin/clang-format --dry-run --Werror $(CXX_FILES))
-	$(LINT)/bin/python -m tools.check_native
+	$(LINT)/bin/python -m tools.check_native --fast
 
 check-native: ## read csrc for bugs with clang-tidy and cppcheck
 	@$(SETUP) --env $(LINT) --profile lint

@@ -1,14 +1,16 @@
 """Checks csrc with clang-tidy and cppcheck.
 
-    python -m tools.check_native
+    python -m tools.check_native [--fast]
 
 Both tools and the CUDA headers come from PyPI, so neither root nor a CUDA toolkit is needed.
 clang-tidy checks all files except the kernels, for which it needs a complete toolkit; cppcheck is
-less thorough and checks the kernels too.
+less thorough and checks the kernels too. With `--fast` clang-tidy's analyzer follows fewer paths
+through each function, which takes about half the time.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -39,6 +41,10 @@ CPPCHECK = (
 )
 
 
+# A third of clang's default.
+FEWER_PATHS = ("-Xclang", "-analyzer-config", "-Xclang", "max-nodes=75000")
+
+
 def include_flags() -> list[str]:
     """Returns the include folders as system headers, so that third-party code is not checked."""
     packages = Path(sysconfig.get_paths()["purelib"])
@@ -56,8 +62,8 @@ def run(command: Iterable[str]) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def clang_tidy(source: Path, includes: list[str]) -> tuple[int, str]:
-    compiler = ["-std=c++17", "-Wall", "-Wextra", "-Icsrc", *includes]
+def clang_tidy(source: Path, flags: list[str]) -> tuple[int, str]:
+    compiler = ["-std=c++17", "-Wall", "-Wextra", "-Icsrc", *flags]
     code, output = run([str(BIN / "clang-tidy"), "--quiet", str(source), "--", *compiler])
     # "1234 warnings generated" counts those of headers, which are not shown.
     lines = [line for line in output.splitlines() if not line.endswith(" generated.")]
@@ -65,11 +71,14 @@ def clang_tidy(source: Path, includes: list[str]) -> tuple[int, str]:
 
 
 def main() -> int:
-    includes = include_flags()
+    parser = argparse.ArgumentParser(description="Checks csrc with clang-tidy and cppcheck.")
+    parser.add_argument("--fast", action="store_true", help="the analyzer follows fewer paths")
+    fast = FEWER_PATHS if parser.parse_args().fast else ()
+    flags = [*include_flags(), *fast]
     files = [str(path.relative_to(ROOT)) for path in (*SOURCES, *KERNELS)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         cppcheck = pool.submit(run, [str(BIN / "cppcheck"), *CPPCHECK, *files])
-        results = [*pool.map(lambda source: clang_tidy(source, includes), SOURCES)]
+        results = [*pool.map(lambda source: clang_tidy(source, flags), SOURCES)]
         results.append(cppcheck.result())
     for _, output in results:
         if output.strip():
