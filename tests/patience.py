@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -20,6 +24,21 @@ def eventually(ask: Callable[[], Said], seconds: float = 60.0) -> Said:
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.01)
     return said
+
+
+def stop(pid: int) -> None:
+    """Sends SIGSTOP and returns when no thread of the process runs any more. Until the thread that
+    gets the signal is scheduled, the others still answer."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def states() -> set[str]:
+        found = set()
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # the thread has ended
+                found.add((task / "stat").read_text().rpartition(")")[2].split()[0])
+        return found
+
+    eventually(lambda: states() <= {"T", "Z"})
 
 
 def examples(count: int, **more: Any) -> settings:

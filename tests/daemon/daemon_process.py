@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from tests.patience import stop
 from tests.ports import free_port
 
 START_TIMEOUT_S = 60.0
@@ -172,7 +173,7 @@ class DaemonProcess:
         os.kill(self.pid, number)
 
     def freeze(self) -> None:
-        self.signal(signal.SIGSTOP)
+        stop(self.pid)
 
     def thaw(self) -> None:
         self.signal(signal.SIGCONT)

@@ -7,6 +7,8 @@ import signal
 import subprocess
 from collections.abc import Iterator
 
+from tests.patience import stop
+
 
 class ServerProcess:
     """A server that a test stops, freezes and kills. Subclasses start it."""
@@ -25,7 +27,8 @@ class ServerProcess:
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        self.signal(signal.SIGSTOP)
+        assert self._process is not None
+        stop(self._process.pid)
         try:
             yield
         finally:
