@@ -174,6 +174,16 @@ def test_server_that_does_not_stop_is_killed_with_its_children(up: Any) -> None:
     eventually(lambda: not is_running(child))
 
 
+def deaf_deployment(folder: Path, stop_timeout: int) -> Deployment:
+    http = f"127.0.0.1:{free_port()}"
+    server = {"model": "deaf", "port": free_port(), "command": [sys.executable, str(STAND_IN)]}
+    file = folder / "deploy.yml"
+    daemon = {"memory": "16MiB", "http": http, "listen": f"ipc://{folder}/kv.sock"}
+    content = {"daemon": daemon, "servers": [server], "stop_timeout": stop_timeout}
+    file.write_text(yaml.safe_dump(content))
+    return Deployment.read(file)
+
+
 def test_daemon_is_stopped_although_the_kernel_keeps_a_server(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,14 +191,10 @@ def test_daemon_is_stopped_although_the_kernel_keeps_a_server(
     kill = os.killpg
     monkeypatch.setattr(os, "killpg", lambda group, number: None)
     monkeypatch.setattr(supervisor, "_LEFTOVERS_S", 0.2)
-    http = f"127.0.0.1:{free_port()}"
-    server = {"model": "deaf", "port": free_port(), "command": [sys.executable, str(STAND_IN)]}
-    file = folder / "deploy.yml"
-    daemon = {"memory": "16MiB", "http": http, "listen": f"ipc://{folder}/kv.sock"}
-    file.write_text(yaml.safe_dump({"daemon": daemon, "servers": [server], "stop_timeout": 1}))
+    deployment = deaf_deployment(folder, 1)
     log = folder / "log"
     fd = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-    running = supervisor.Supervisor(Deployment.read(file), supervisor.Screen(fd, fd))
+    running = supervisor.Supervisor(deployment, supervisor.Screen(fd, fd))
 
     def stop() -> None:
         eventually(lambda: "all is ready" in log.read_text())
@@ -217,6 +223,20 @@ def test_second_signal_kills_servers_at_once(up: Any) -> None:
     assert run.stop() == 1
     assert "tiered-kv: deaf is killed" in run.lines
     assert "daemon ended with status 0" in run.text
+
+
+def test_second_signal_right_after_the_first_has_taken_effect_counts(folder: Path) -> None:
+    class Impatient(supervisor.Screen):
+        def say(self, text: str) -> None:
+            super().say(text)
+            if text.startswith(("all is ready", "stopping deaf")):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    log = folder / "log"
+    fd = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+    assert supervisor.Supervisor(deaf_deployment(folder, 10), Impatient(fd, fd)).run() == 1
+    os.close(fd)
+    assert "tiered-kv: deaf is killed" in log.read_text()
 
 
 def test_up_with_unread_output_stops(up: Any) -> None:

@@ -270,11 +270,12 @@ class Supervisor:
         """Returns the names of those that had to be killed. Without a timeout, a second signal is
         passed on, and only a third one kills."""
         waiting = [running for running in some if running.status is None]
+        signals = max(self._signals, 1)  # before anybody reads that it stops, and sends another
         for running in waiting:
             self._screen.say(f"stopping {running.program.name}")
             running.signal(signal.SIGTERM)
         began = shown = time.monotonic()
-        signals, killed = max(self._signals, 1), []
+        killed: list[str] = []
         may_kill = timeout_s is not None
         while waiting := [
             running
