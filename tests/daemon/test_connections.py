@@ -308,6 +308,30 @@ def test_idle_ipc_client_reconnects_and_loses_nothing(folder: Path, connect: Con
         store.close()
 
 
+def test_ipc_client_with_leases_is_idle_later_and_keeps_them(
+    folder: Path, connect: Connect
+) -> None:
+    chain = keys("chain", 6)
+    with impatient_daemon(folder, "connections._LEASES_FACTOR = 2") as daemon:
+        watching = connect(daemon.endpoint)
+        store = RemoteStore(daemon.ipc, IDENTITY, timeout_s=20.0, connect_timeout_s=10.0)
+        store.put(items(chain))
+        memory = store.attach()
+        assert memory is not None
+        lease = memory.lease(chain)
+        idle_until_closed(daemon)
+        assert watching.stats()["sessions"] == 2, "the one with a lease, and this one"
+        eventually(lambda: watching.stats()["sessions"] == 1)
+        assert memory.are_still_valid(lease)
+        assert watching.stats()["leases"] == len(chain)
+        lease.release()
+        assert store.match(chain) == len(chain)
+        memory.settle()
+        eventually(lambda: watching.stats()["leases"] == 0)
+        assert store.counts.failed_calls == store.breaker.counts.failures == 0
+        store.close()
+
+
 def test_ipc_client_that_sends_short_requests_is_not_idle(folder: Path) -> None:
     with impatient_daemon(folder) as daemon, RawClient(daemon.ipc) as busy:
         busy.hello()

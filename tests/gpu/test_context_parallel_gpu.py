@@ -46,7 +46,7 @@ RANKS: dict[str, Any] = {
 
 
 def check_ranks(folder: Path, config: dict[str, Any], span: int, **settings: Any) -> None:
-    """A block of the engine stands for so many tokens."""
+    """Compares hits in the tier with those of vLLM. `span`: tokens in a block of the engine."""
     model = write_weights(write_config(folder / "model", config))
     report = run_ranks(model, {**RANKS, **settings}, GLOO_SOCKET_IFNAME="lo")
     print(f"attention of each rank: {report['attention']}")

@@ -114,6 +114,7 @@ class Daemon:
             self._recorder,
             has_session=lambda peer: self._sessions.get(peer) is not None,
             has_in_flight=self._has_in_flight,
+            has_leases=self._has_leases,
             on_client_idle=self._sessions.drop,
             on_client_shed=lambda peer, why: self._gateway.drop_client(peer, why),
             on_closed=lambda peer: self._outbox.connection_closed(peer),
@@ -348,14 +349,15 @@ class Daemon:
         self._context.term()
 
     def _has_in_flight(self, peer: Peer) -> bool:
-        """Whether a client would lose something with its connection. Leases count because the
-        reply that brings them may still be unread, by a process that is stopped."""
         session = self._sessions.get(peer)
-        if session is not None:
-            attachment = session.attachment
-            if session.in_flight or (attachment is not None and attachment.leases):
-                return True
-        return self._outbox.has_replies(peer)
+        return (session is not None and bool(session.in_flight)) or self._outbox.has_replies(peer)
+
+    def _has_leases(self, peer: Peer) -> bool:
+        """Whether the client's process holds leases. The reply that brings them may still be
+        unread, by a process that is stopped, and would be lost with the connection."""
+        session = self._sessions.get(peer)
+        attachment = session.attachment if session is not None else None
+        return attachment is not None and bool(attachment.leases)
 
     # ---- status ---------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ _MAX_STEP_WAIT_S = 0.002
 """Time that one step may wait in total for answers of daemons on this host."""
 _SPEEDS_RETRY_S = 1.0
 _MAX_PIN_THREADS = 2
-_COMPARE_TIMEOUT_S = 2.0  # nobody waits for it
+_COMPARE_TIMEOUT_S = 2.0  # runs in the background, so it may be long
 _REMOTE = Tier.REMOTE.value
 
 

@@ -62,6 +62,7 @@ _MAX_ELAPSED_S = 1.0  # a busy loop must not count against clients: it delays th
 _EXTRA_MESSAGES = 256  # slack on top of a full round: zmq notices new messages with a delay
 _HELLO_TIMEOUT_S = 10.0  # for a connection without a session
 _MAX_MESSAGE_STALLS = 10  # a message may take this many stall timeouts, even if it progresses
+_LEASES_FACTOR = 10  # a process that holds leases may be silent for longer: it may be stopped
 _FRAME_BYTES = 64  # upper bound for the overhead of a frame on the wire, also with encryption
 _HEARTBEAT_BYTES = 64  # per second
 _RECEIVED = struct.Struct("=Q")  # tcpi_bytes_received of struct tcp_info; since Linux 4.1
@@ -99,6 +100,7 @@ class Connections:
         recorder: Recorder,
         has_session: Callable[[Peer], bool] = lambda peer: True,
         has_in_flight: Callable[[Peer], bool] = lambda peer: False,
+        has_leases: Callable[[Peer], bool] = lambda peer: False,
         on_client_idle: Callable[[Peer], None] = lambda peer: None,
         on_client_shed: Callable[[Peer, str], None] = lambda peer, why: None,
         on_closed: Callable[[Peer], None] = lambda peer: None,
@@ -106,7 +108,8 @@ class Connections:
     ) -> None:
         """`index_bytes` returns an upper bound of the memory of the tiers' indexes; None while it
         is unknown.
-        `has_in_flight` says whether a client would lose something with its connection;
+        `has_in_flight` says whether a client waits for an answer, `has_leases` whether its process
+        may wait for one that brings leases;
         `on_client_idle` is called for a client whose connection is closed because it is idle.
         `on_client_shed` is called with the reason for a client that is disconnected because
         messages use too much memory; `on_closed` when the connection of a client has ended."""
@@ -132,6 +135,7 @@ class Connections:
         self._trimmer = HeapTrimmer(network)
         self._has_session = has_session
         self._has_in_flight = has_in_flight
+        self._has_leases = has_leases
         self._on_client_idle = on_client_idle
         self._on_client_shed = on_client_shed
         self._on_closed = on_closed
@@ -374,14 +378,17 @@ class Connections:
 
     def _is_idle(self, connection: _Connection, elapsed: float) -> bool:
         """Whether an ipc connection has delivered nothing for too long. It may be an honest one, so
-        nobody is told."""
+        this is neither logged nor counted."""
         identity = connection.identity
         peer = None if identity is None else Peer(connection.listener, identity)
         if peer is not None and self._has_in_flight(peer):
             connection.idle_s = 0.0
             return False
         connection.idle_s += elapsed
-        if connection.idle_s <= _MAX_MESSAGE_STALLS * self._stall_s:
+        limit = _MAX_MESSAGE_STALLS * self._stall_s
+        if peer is not None and self._has_leases(peer):
+            limit *= _LEASES_FACTOR
+        if connection.idle_s <= limit:
             return False
         if peer is not None:
             self._on_client_idle(peer)
