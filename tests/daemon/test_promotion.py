@@ -136,6 +136,47 @@ def test_fetch_of_damaged_block_uses_tier_below(tiers: Tiers) -> None:
     assert tiers.total(names.HITS, Tier.BACKING) == 1
 
 
+def sizes_of_reads(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the number of blocks of each read of the backing store."""
+    backing = tiers.store.backing
+    assert backing is not None
+    sizes: list[int] = []
+    get = backing.get
+
+    def watched(keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[bool]:
+        sizes.append(len(keys))
+        return get(keys, into)
+
+    monkeypatch.setattr(backing, "get", watched)
+    return sizes
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@WITH_BACKING
+def test_fetch_reads_as_many_blocks_at_once_as_the_store_wants(
+    tiers: Tiers, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = sizes_of_reads(tiers, monkeypatch)
+    monkeypatch.setattr(BackingTier, "read_batch", batch)
+    tiers.ssd.delete([key(n) for n in range(COUNT)])
+    assert tiers.fetch(range(COUNT)) == contents()
+    assert sizes == [batch] * (COUNT // batch)
+
+
+@pytest.mark.parametrize(("call_bytes", "most"), [(3 * SIZE, 3), (SIZE // 2, 1)])
+@WITH_BACKING
+def test_fetch_of_large_blocks_reads_fewer_of_them_at_once(
+    tiers: Tiers, call_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = sizes_of_reads(tiers, monkeypatch)
+    monkeypatch.setattr(BackingTier, "read_batch", 8)
+    monkeypatch.setattr(promotion, "_BACKING_CALL_BYTES", call_bytes)
+    tiers.ssd.delete([key(n) for n in range(COUNT)])
+    assert tiers.fetch(range(COUNT)) == contents()
+    assert max(sizes) == most
+    assert sum(sizes) == COUNT, "each block is read once"
+
+
 @WITH_BACKING
 def test_fetch_from_ssd_does_not_wait_for_backing(
     tiers: Tiers, monkeypatch: pytest.MonkeyPatch

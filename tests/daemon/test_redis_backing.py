@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.raw_client import KEY_BYTES, Refused, blocks, key, wire
 from tests.patience import eventually
-from tests.stores.redis_servers import RedisServer, redis_server
+from tests.stores.redis_servers import PRIMARIES, RedisServer, redis_cluster, redis_server
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.errors import ErrorCode
 
@@ -73,6 +74,37 @@ def test_daemon_without_its_redis_serves_and_uses_it_once_it_is_back(
     assert server.client().dbsize() == 3
     assert daemon.terminate() == 0
     assert "Traceback" not in daemon.logs
+
+
+def test_hung_node_of_a_cluster_costs_its_own_blocks_only(
+    start: StartDaemon, connect: Connect
+) -> None:
+    """The daemon reads several blocks in a call, and those of the other nodes are in the same."""
+    with redis_cluster() as cluster:
+        options = ["--memory", "16MiB", "--backing", cluster.url, "--backing-timeout", "3s"]
+        one = start(*options)
+        wanted = blocks(40, SIZE)
+        client = connect(one.endpoint, block_bytes=[SIZE])
+        client.put(wanted)
+        client.ask(wire.Flush())
+        one.kill()
+        other = start(*options)
+        reader = connect(other.endpoint, block_bytes=[SIZE])
+        assert reader.match(list(wanted)).tiers == [0, 0, 40], "it knows the nodes"
+        hung = cluster.servers[::PRIMARIES]  # one primary and its replica
+        lost = hung[0].client().dbsize()
+        assert 0 < lost < 40
+        for server in cluster.servers:
+            server.client().config_set("cluster-require-full-coverage", "no")
+        with contextlib.ExitStack() as stack:
+            for server in hung:
+                stack.enter_context(server.frozen())
+            found = reader.get(list(wanted))
+            assert len(found) == 40 - lost
+            assert found.items() <= wanted.items()
+        eventually(lambda: reader.get(list(wanted)) == wanted)
+        assert other.terminate() == 0
+        assert "Traceback" not in other.logs
 
 
 def test_daemon_with_wrong_password_says_so_and_hides_it(server: RedisServer) -> None:

@@ -147,6 +147,11 @@ class LowerStore(BlockStore, Protocol):
     It knows the metadata of its blocks without reading them.
     """
 
+    @property
+    def read_batch(self) -> int:
+        """How many blocks a `get` should read. It answers for all of them when the last one has
+        arrived, so 1 is best where one may hang and the others not."""
+
     def take_lost(self) -> list[StoreKey]:
         """Returns, once, the blocks that were acknowledged but lost before they were durable. After
         a flush that has lost blocks they are among them. Never waits for I/O."""

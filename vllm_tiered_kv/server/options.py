@@ -100,8 +100,8 @@ class ServerOptions:
     )
     backing_timeout: int = duration(
         2,
-        "How long the daemon waits for the backing tier: for an answer, or for a block once "
-        "it is being read. After that a block counts as a miss and a delete fails. A flush or "
+        "How long the daemon waits for the backing tier: for an answer, or for blocks (up to "
+        "eight or 8 MiB) once they are being read. After that a block counts as a miss and a delete fails. A flush or "
         "shutdown gives up on a backing tier that accepts no writes for ten times as long.",
         low=1,
     )

@@ -75,6 +75,8 @@ class NewBlock:
 class NetworkStore(ABC):
     """Base of the stores in Redis, Mooncake and S3. Thread-safe."""
 
+    read_batch = 8  # one request to a server for several blocks, without delaying the first much
+
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._counts: Counter[Event] = Counter()

@@ -50,6 +50,10 @@ class BackingTier:
         """Whether the store is not open yet, or knows that it cannot be reached."""
         return self._opened is None or self._opened.is_absent
 
+    @property
+    def read_batch(self) -> int:
+        return 1 if self._opened is None else self._opened.read_batch
+
     def use_memory(self, memory: HostRegion) -> None:
         """Names, before `open`, the memory in which most blocks lie that are read and written."""
         self._memory = memory

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 Ready = Callable[[int, "PinnedSlot | None"], None]
 """Called once for each position of a fetch with the block, pinned for the receiver, or None."""
 
-_SSD_BATCH_BLOCKS = 8  # enough to keep the disk busy without delaying the first block
+_BACKING_CALL_BYTES = 8 << 20  # of a call with several blocks: they have one deadline
 _WAIT_FOR_ROOM_S = 1.0  # how long to wait while no read finds any room
 _MAX_WAIT_S = 10.0  # limit if other reads find room, but not for this block's size or quota
 _RETRY_S = 0.01  # between attempts to find room
@@ -102,9 +102,7 @@ class Promotion:
         if tier_index == len(self._slower):
             self._answer_waiters(keys)
             return
-        # The SSD reads a batch in parallel. A backing store may hang, so it gets a call per block,
-        # and no block waits for another.
-        batch = _SSD_BATCH_BLOCKS if self._slower[tier_index][1] is self._ssd else 1
+        batch = self._slower[tier_index][1].read_batch
         for start in range(0, len(keys), batch):
             some = keys[start : start + batch]
             self._submit_read(tier_index, some, client)
@@ -144,18 +142,23 @@ class Promotion:
         """Runs in an executor: promotes blocks of one tier and answers the requests that wait for
         them. Blocks that this tier does not have are read from the next one. Blocks that find no
         room are retried for a while, because clients release memory as they read replies."""
+        store = self._slower[tier_index][1]
+        is_backing = store is self._backing
         missing: list[StoreKey] = []
         waiting: list[StoreKey] = []
         held: list[PinnedSlot] = []  # pinned so that they are not evicted before they are delivered
         is_full = False
         try:
-            is_full = self._promote(tier_index, keys, missing, waiting, held)
+            known = store.describe(keys)
+            count = _count_within(known, _BACKING_CALL_BYTES) if is_backing else len(keys)
+            rest, keys, known = keys[count:], keys[:count], known[:count]
+            self._read_from(tier_index, rest, client)  # in a call of its own, beside this one
+            is_full = self._promote(tier_index, keys, known, missing, waiting, held)
         except Exception:  # the waiters must get an answer even if there is a bug here
             logger.exception("cannot read blocks from a slower tier; they count as misses")
         now = time.monotonic()
         if held:
             self._last_room = now
-        is_backing = self._slower[tier_index][1] is self._backing
         if waiting:
             if refused_at is None:
                 refused_at = self._full_since(now) if is_backing and is_full else now
@@ -190,6 +193,7 @@ class Promotion:
         self,
         tier_index: int,
         keys: Sequence[StoreKey],
+        described: Sequence[BlockFacts | None],
         missing: list[StoreKey],
         waiting: list[StoreKey],
         held: list[PinnedSlot],
@@ -202,7 +206,7 @@ class Promotion:
         try:
             facts: list[BlockFacts] = []
             is_full = False
-            for key, known in zip(keys, store.describe(keys), strict=True):
+            for key, known in zip(keys, described, strict=True):
                 if known is None:
                     missing.append(key)
                     continue
@@ -238,3 +242,12 @@ class Promotion:
         finally:
             for slot in slots:
                 self._memory.abort(slot)
+
+
+def _count_within(blocks: Sequence[BlockFacts | None], nbytes: int) -> int:
+    """How many of these blocks have that many bytes together; at least one."""
+    for count, known in enumerate(blocks):
+        nbytes -= known.nbytes if known is not None else 0
+        if nbytes < 0 and count:
+            return count
+    return len(blocks)

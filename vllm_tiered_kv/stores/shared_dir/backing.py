@@ -47,6 +47,7 @@ class SharedDirBacking(SharedDirStore):
     creates it for other programs."""
 
     is_absent = False  # a file system that does not answer hangs; see StoreExecutor
+    read_batch = 1  # it may hang with one file alone
 
     def __init__(
         self, settings: SharedDirSettings, collect_every_s: float = _COLLECT_EVERY_S

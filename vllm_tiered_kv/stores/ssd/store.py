@@ -97,6 +97,8 @@ class SsdStore:
     blocks until its I/O is done.
     """
 
+    read_batch = 8  # enough to keep the disk busy without delaying the first block
+
     def __init__(
         self,
         folder: Path,
