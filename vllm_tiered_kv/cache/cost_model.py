@@ -175,6 +175,7 @@ class PrefillRate:
         self._count = 0
         self._step_s = 0.0
         self._token_s: dict[int, float] = {}
+        self._tokens_per_s: float | None = None
 
     def observe(self, tokens: int, attended: float, seconds: float) -> bool:
         """Adds a step that computed `tokens`; `attended` sums up the tokens before each of them.
@@ -241,8 +242,7 @@ class PrefillRate:
 
     def tokens_per_s(self) -> float | None:
         """The rate at the start of a prompt; None if it is unknown."""
-        seconds = self.seconds(0, self._step_tokens)
-        return self._step_tokens / seconds if seconds > 0 else None
+        return self._tokens_per_s
 
     def _estimate(self) -> None:
         if self._small_steps:
@@ -258,6 +258,8 @@ class PrefillRate:
             )
             for length, samples in self._by_length.items()
         }
+        seconds = self.seconds(0, self._step_tokens)
+        self._tokens_per_s = self._step_tokens / seconds if seconds > 0 else None
 
 
 class CostModel:

@@ -242,6 +242,10 @@ class LoadDecider:
         if not scheduled or self._policy is not LoadPolicy.AUTO or has_loads:
             return None
         self._forwards += 1
+        total = sum(scheduled.values())
+        is_small = self.costs.prefill.is_small(total)
+        if is_small and self._forwards % _RECENT and not self.costs.prefill.needs_small_steps():
+            return None
         tokens, attended = 0, 0.0
         for request_id, count in scheduled.items():
             state = states.get(request_id) if count > 1 else None
@@ -250,10 +254,7 @@ class LoadDecider:
                 if computed + 1 < state.request.num_tokens:
                     tokens += count
                     attended += count * (computed + count / 2)
-        total = sum(scheduled.values())
-        if self.costs.prefill.is_small(total):
-            if self._forwards % _RECENT and not self.costs.prefill.needs_small_steps():
-                return None
+        if is_small:
             tokens = total
         elif tokens < _PREFILL_SHARE * total:
             return None

@@ -111,6 +111,9 @@ class StoreState:
 
     planned: Counter[int] = field(default_factory=Counter)  # by group: blocks stored or planned
     has_tail: bool = False  # the tail is planned, or was dropped
+    idle_until: int = 0
+    """Fewer computed tokens than this fill no block that is not planned yet. A request that decodes
+    is asked in every step, so this is known before anything else is looked at."""
     states: dict[tuple[int, int], int] = field(default_factory=dict)
     """By group and position: GPU blocks with a recurrent state that vLLM has kept. The table of the
     request may not have them any more."""
@@ -184,6 +187,12 @@ class RequestState:
         """Whether a group has full blocks among these tokens whose store is not planned yet."""
         planned = self.store.planned
         return any(ready // group.block_size > planned[group.group_id] for group in groups)
+
+    def next_to_plan(self, groups: Sequence[Group]) -> int:
+        """How many tokens have to be computed before another block can be stored."""
+        planned, tail = self.store.planned, self.load.tail
+        stops = [(planned[group.group_id] + 1) * group.block_size for group in groups]
+        return min(stops if tail is None else [*stops, tail.end])
 
     def stop_storing_at(self, group: Group, start: int, stop: int) -> int:
         """The end of those positions from `start` on that the request lets the cache store."""

@@ -570,12 +570,15 @@ class SchedulerHalf:
         if state is None:
             return
         computed = state.request.num_computed_tokens + scheduled
+        if computed < state.store.idle_until:
+            return
         ready = state.storable_tokens(computed, self._config.store_decode)
-        has_full = state.has_unplanned_blocks(self._groups, ready) and not self._was_all_on_gpu(
-            state, ready
-        )
+        has_new = state.has_unplanned_blocks(self._groups, ready)
+        has_full = has_new and not self._was_all_on_gpu(state, ready)
         tail = state.tail_to_store(ready)
         if not has_full and tail is None:
+            if not has_new:
+                self.stores.nothing_new(state)
             return
         self._extend_keys(state, ready)
         if self._config.mode is Mode.HASH_ONLY:

@@ -119,6 +119,10 @@ class StorePlanner:
         new = [ids_of(blocks) for blocks in self._unplanned_blocks(state, tables, ready_tokens)]
         self._store_next(state, new)
 
+    def nothing_new(self, state: RequestState) -> None:
+        """No store of this request can be planned before it has filled another block."""
+        state.store.idle_until = state.next_to_plan(self._groups)
+
     def states_kept(self, state: RequestState, kept: Iterable[tuple[int, int, int]]) -> None:
         """vLLM has kept recurrent states of a request: group, GPU block and tokens of each."""
         for group_id, block_id, tokens in kept:
@@ -196,6 +200,7 @@ class StorePlanner:
         """The tier may have lost blocks whose stores were planned: plans them again."""
         state.store.planned.clear()
         state.store.has_tail = False
+        state.store.idle_until = 0
 
     def reset(self, states: Iterable[RequestState], uncached: Iterable[Request]) -> None:
         """Drops deferred and lazy stores, and marks all hashed GPU blocks as stale. Requests with
