@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.plots import Plot, Series
-from benchmarks.result_files import Result, Results
-from benchmarks.sections.markdown import image, measured_on, median, number, table
+from benchmarks.result_files import Result, Results, spread
+from benchmarks.sections.markdown import image, measured_on, number, table
 from benchmarks.throughput.engines import HEAD_SIZE, SHAPES
 from benchmarks.throughput.record import Cells
 from benchmarks.throughput.store_overhead import COMPARED
@@ -75,8 +75,9 @@ def prefill_and_swap(data: dict[str, Any]) -> str:
 def store_overhead(data: dict[str, Any]) -> str:
     text = _intro(
         data,
-        "Up to {prompts} prompts of {prompt_tokens} tokens, requests per second. Deltas are of "
-        "equal rounds, medians with quartiles: 1 is no cost, less is slower.",
+        "Prompts of {prompt_tokens} tokens, one at a time, requests per second. Deltas are of "
+        "equal rounds, medians with all rounds' range: 1 is no cost, less is slower. The last row "
+        "has the median and the range of the medians above it.",
     )
     names_of = (("", "offloading-"), ("swap_out-", "transfer_out-"))
     for (base, other), names in zip(COMPARED, names_of, strict=True):
@@ -101,6 +102,7 @@ def _overhead(cells: Cells, base: str, other: str, names: tuple[str, str], gpu_c
     header += [name + shown for name in names for shown in SCHEDULING.values()]
     header += [f"Delta-{shown}" for shown in SCHEDULING.values()]
     rows = []
+    medians: list[list[float]] = [[] for _ in SCHEDULING]
     measured = False
     for chunk in cells.values("chunk"):
         rates = [
@@ -108,13 +110,23 @@ def _overhead(cells: Cells, base: str, other: str, names: tuple[str, str], gpu_c
             for system in (base, other)
             for scheduling in SCHEDULING
         ]
-        deltas = [
-            median((cells.find(**labels(other, scheduling, chunk)) or {}).get("ratios"), 2)
+        ratios = [
+            (cells.find(**labels(other, scheduling, chunk)) or {}).get("ratios")
             for scheduling in SCHEDULING
         ]
+        for known, found in zip(medians, ratios, strict=True):
+            known += [found["median"]] if found else []
         measured = measured or any(rate is not None for rate in rates)
-        rows.append([str(chunk), *(number(rate, 2) for rate in rates), *deltas])
+        rows.append([str(chunk), *(number(rate, 2) for rate in rates), *map(_with_range, ratios)])
+    all_steps = [_with_range(spread(known) if known else None) for known in medians]
+    rows.append(["all", *([""] * (len(header) - 1 - len(all_steps))), *all_steps])
     return table(header, rows) if measured else ""
+
+
+def _with_range(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return number(None)
+    return "{median:.2f} ({min:.2f} … {max:.2f})".format(**found)
 
 
 _YOCO = (
@@ -349,10 +361,6 @@ _INTRO = """\
 Swaps of blocks beside prefills of the same tokens, requests per second by hit rate, and long
 prompts that are asked again. sync and async-2 are vLLM's `async_scheduling` off and on. Engines
 that are compared live at the same time and take turns. Weights are dummies of the named shape.
-
-The tables of swap_out and transfer_out, which tell what storing costs, are left out: repetitions
-differed by 1.3 to 1.6, more than storing does. What it costs an engine without pause is among the
-chats above (`prefill`).
 """
 
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {

@@ -101,8 +101,9 @@ class ServerOptions:
     backing_timeout: int = duration(
         2,
         "How long the daemon waits for the backing tier: for an answer, or for blocks (up to "
-        "eight or 8 MiB) once they are being read. After that a block counts as a miss and a delete fails. A flush or "
-        "shutdown gives up on a backing tier that accepts no writes for ten times as long.",
+        "eight or 8 MiB) once they are being read. After that a block counts as a miss and a "
+        "delete fails. A flush or shutdown gives up on a backing tier that accepts no writes for "
+        "ten times as long.",
         low=1,
     )
     listen: list[str] = texts(
