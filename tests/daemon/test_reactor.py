@@ -38,11 +38,10 @@ def test_post_from_other_threads_runs_on_loop(reactor: Reactor) -> None:
     assert [n for n in seen if n < 1000] == list(range(1000))
 
 
-def test_timers_fire_in_order_unless_cancelled(reactor: Reactor) -> None:
+def test_timers_fire_in_order(reactor: Reactor) -> None:
     seen: list[str] = []
     reactor.after(0.03, lambda: seen.append("late"))
     reactor.after(0.01, lambda: seen.append("early"))
-    reactor.after(0.02, lambda: seen.append("never")).cancel()
 
     def tick() -> None:
         seen.append("tick")

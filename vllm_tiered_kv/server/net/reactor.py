@@ -25,24 +25,6 @@ _MAX_POLL_S = 1.0  # bounds a turn of the idle loop, so that /healthz can tell i
 _BACKGROUND_S = 0.005  # time per turn for background callbacks
 
 
-class Timer:
-    """A scheduled call. `cancel` is idempotent."""
-
-    __slots__ = ("_callback", "due")
-
-    def __init__(self, due: float, callback: Callback) -> None:
-        self.due = due
-        self._callback: Callback | None = callback
-
-    def cancel(self) -> None:
-        self._callback = None
-
-    def fire(self) -> None:
-        callback, self._callback = self._callback, None
-        if callback is not None:
-            callback()
-
-
 class Reactor:
     """The daemon's event loop. Only `post`, `run_on_loop` and `last_turn` may be used from other
     threads than the one that calls `run`."""
@@ -52,7 +34,7 @@ class Reactor:
         self._watched: dict[zmq.Socket[bytes] | int, Callback] = {}
         self._posted: deque[Callback] = deque()
         self._background: deque[Callback] = deque()
-        self._timers: list[tuple[float, int, Timer]] = []
+        self._timers: list[tuple[float, int, Callback]] = []
         self._order = itertools.count()
         self._each_turn: list[Callback] = []
         self._running = False
@@ -90,10 +72,9 @@ class Reactor:
         else:
             self.post(callback)
 
-    def after(self, seconds: float, callback: Callback) -> Timer:
-        timer = Timer(time.monotonic() + seconds, callback)
-        heapq.heappush(self._timers, (timer.due, next(self._order), timer))
-        return timer
+    def after(self, seconds: float, callback: Callback) -> None:
+        due = time.monotonic() + seconds
+        heapq.heappush(self._timers, (due, next(self._order), callback))
 
     def every(self, seconds: float, callback: Callback) -> None:
         def again() -> None:
@@ -129,7 +110,7 @@ class Reactor:
             self._call(self._posted.popleft())
         now = self.last_turn = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
-            self._call(heapq.heappop(self._timers)[2].fire)
+            self._call(heapq.heappop(self._timers)[2])
         self._run_background()
         for callback in self._each_turn:
             self._call(callback)

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server.net.outbox import Outbox
 from vllm_tiered_kv.server.net.reactor import Reactor
-from vllm_tiered_kv.server.net.sessions import Peer, Session
+from vllm_tiered_kv.server.net.sessions import Session
 from vllm_tiered_kv.stores.memory import PinnedSlot
 from vllm_tiered_kv.wire.codec import encode_reply
 from vllm_tiered_kv.wire.messages import ErrorReply, Reply
-
-
-class Replies(Protocol):
-    """How calls send replies; implemented by `Outbox`."""
-
-    def send(
-        self,
-        peer: Peer,
-        header: bytes,
-        payload: Sequence[PinnedSlot] = (),
-        on_unsent: Callable[[], None] | None = None,
-    ) -> None:
-        """Takes over the claimed blocks; calls `on_unsent` if the reply can never be sent."""
-
-    def release_claimed(self, peer: Peer, blocks: Sequence[PinnedSlot]) -> None:
-        """Releases claimed blocks that are not sent after all."""
 
 
 class Call:
@@ -36,7 +20,7 @@ class Call:
     Used on the reactor's thread, except for `reply_from_thread`."""
 
     __slots__ = (
-        "_on_end", "_reactor", "_recorder", "_replies", "is_answered", "op", "request_id", "session"
+        "_on_end", "_outbox", "_reactor", "_recorder", "is_answered", "op", "request_id", "session"
     )  # fmt: skip
 
     def __init__(
@@ -44,7 +28,7 @@ class Call:
         session: Session,
         request_id: int,
         op: str,
-        replies: Replies,
+        outbox: Outbox,
         reactor: Reactor,
         recorder: Recorder,
         on_end: Callable[[], None] = lambda: None,
@@ -54,7 +38,7 @@ class Call:
         self.request_id = request_id
         self.op = op
         self.is_answered = False
-        self._replies = replies
+        self._outbox = outbox
         self._reactor = reactor
         self._recorder = recorder
         self._on_end = on_end
@@ -76,14 +60,9 @@ class Call:
         self._on_end()
         self._send(header, payload, on_unsent)
 
-    def stream_part(
-        self,
-        reply: Reply,
-        payload: Sequence[PinnedSlot] = (),
-        on_unsent: Callable[[], None] | None = None,
-    ) -> None:
+    def stream_part(self, reply: Reply, payload: Sequence[PinnedSlot]) -> None:
         """Sends one message of a stream."""
-        self._send(self._encode(reply), payload, on_unsent)
+        self._send(self._encode(reply), payload, None)
 
     def _encode(self, reply: Reply) -> bytes:
         """Empty if nobody waits for it."""
@@ -96,9 +75,9 @@ class Call:
         on_unsent: Callable[[], None] | None,
     ) -> None:
         if self.session.is_open and header:
-            self._replies.send(self.session.peer, header, payload, on_unsent)
+            self._outbox.send(self.session.peer, header, payload, on_unsent)
         else:
-            self._replies.release_claimed(self.session.peer, payload)
+            self._outbox.release_claimed(self.session.peer, payload)
             if on_unsent is not None:
                 on_unsent()
 

@@ -204,10 +204,10 @@ class Leases:
         if attachment.is_disconnected and not attachment.is_dead and not attachment.leases:
             self._on_last_lease_released(attachment)
 
-    def end_if_gone(self, attachment: Attachment) -> bool:
+    def end_if_gone(self, attachment: Attachment) -> None:
         """Ends all leases of a process that is dead and disconnected."""
         if not attachment.is_gone:
-            return False
+            return
         self._attachments.pop(attachment.token, None)
         count = self.release(attachment, list(attachment.leases))
         os.close(attachment.pidfd)
@@ -217,7 +217,6 @@ class Leases:
             attachment.client,
             count,
         )
-        return True
 
     # ---- silent processes -----------------------------------------------------------------------
 
