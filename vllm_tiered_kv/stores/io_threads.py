@@ -6,7 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, TypeVar
+from contextlib import suppress
+from typing import TypeVar
 
 _MAX_THREADS = 256  # limit of the native calls
 
@@ -22,56 +23,39 @@ class IoThreads:
         self._pool = ThreadPoolExecutor(self.count, thread_name_prefix=name)
 
     def map(self, work: Callable[[_Job], _Result], jobs: Sequence[_Job]) -> list[_Result]:
-        """Runs all jobs, in the calling thread and in those of the pool.
+        """Runs all jobs, in the calling thread and in those of the pool. If some failed, raises the
+        exception of one.
 
         No job is still running when this returns or raises, because the caller may then reuse the
         memory they write to.
         """
-        batch = _Batch(work, jobs)
-        try:
+        queue = deque(enumerate(jobs))
+        results: dict[int, _Result] = {}
+        errors: list[BaseException] = []
+        ended = threading.Semaphore(0)  # counts the jobs
+
+        def run_jobs() -> None:
+            while True:
+                try:
+                    position, job = queue.popleft()
+                except IndexError:
+                    return
+                try:
+                    results[position] = work(job)
+                except BaseException as error:
+                    errors.append(error)
+                ended.release()
+
+        # RuntimeError: closed, or no more threads can be started; the running ones do the work.
+        with suppress(RuntimeError):
             for _ in range(min(self.count, len(jobs)) - 1):
-                self._pool.submit(batch.help)
-        except RuntimeError:
-            pass  # closed, or no more threads can be started; the running ones do the work
-        batch.help()
-        return batch.results()
+                self._pool.submit(run_jobs)
+        run_jobs()
+        for _ in jobs:
+            ended.acquire()
+        if errors:
+            raise errors[0]
+        return [results[position] for position in range(len(jobs))]
 
     def close(self) -> None:
         self._pool.shutdown()
-
-
-class _Batch(Generic[_Job, _Result]):
-    """Jobs that any number of threads take from one queue."""
-
-    def __init__(self, work: Callable[[_Job], _Result], jobs: Sequence[_Job]) -> None:
-        self._work = work
-        self._queue = deque(enumerate(jobs))
-        self._ended = threading.Condition()
-        self._left = len(jobs)
-        self._results: dict[int, _Result] = {}
-        self._error: BaseException | None = None
-
-    def help(self) -> None:
-        """Runs jobs until the queue is empty."""
-        while True:
-            try:
-                position, job = self._queue.popleft()
-            except IndexError:
-                return
-            try:
-                self._results[position] = self._work(job)
-            except BaseException as error:
-                self._error = error
-            with self._ended:
-                self._left -= 1
-                if not self._left:
-                    self._ended.notify_all()
-
-    def results(self) -> list[_Result]:
-        """Waits for the jobs of all threads. If some failed, raises the exception of one."""
-        with self._ended:
-            while self._left:
-                self._ended.wait()
-        if self._error is not None:
-            raise self._error
-        return [result for _, result in sorted(self._results.items())]
