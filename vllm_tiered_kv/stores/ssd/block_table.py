@@ -27,7 +27,7 @@ from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import InvariantError
 from vllm_tiered_kv.stores.namespaces import NamespaceUsage, QuotaOf, owner_of
 from vllm_tiered_kv.stores.ssd.committer import Committer
-from vllm_tiered_kv.stores.ssd.disk import Disk
+from vllm_tiered_kv.stores.ssd.disk import OsDisk
 from vllm_tiered_kv.stores.ssd.opening import OpenFolder
 from vllm_tiered_kv.stores.ssd.record_format import (
     ALIGNMENT,
@@ -53,7 +53,7 @@ class BlockTable:
     def __init__(
         self,
         lock: threading.Lock,
-        disk: Disk,
+        disk: OsDisk,
         folder: Path,
         opened: OpenFolder,
         eviction: str,

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from vllm_tiered_kv.cache.durable_index import DurableIndex
 from vllm_tiered_kv.core.store import MAX_KEY_BYTES
-from vllm_tiered_kv.stores.ssd.disk import Disk
+from vllm_tiered_kv.stores.ssd.disk import OsDisk
 from vllm_tiered_kv.stores.ssd.journal import Journal, Records
 from vllm_tiered_kv.stores.ssd.opening import OpenFolder
 from vllm_tiered_kv.stores.ssd.record_format import put_records
@@ -49,7 +49,7 @@ class Committer:
         lock: threading.Lock,
         index: DurableIndex,
         drop_lost: Callable[[list[int]], int],
-        disk: Disk,
+        disk: OsDisk,
         folder: Path,
         opened: OpenFolder,
         policy: FsyncPolicy,

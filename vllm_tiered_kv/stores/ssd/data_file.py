@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from vllm_tiered_kv.core.arena_geometry import aligned
 from vllm_tiered_kv.native import cpu
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.stores.io_threads import IoThreads
-from vllm_tiered_kv.stores.ssd.disk import Disk, check_read, check_written, read_all, write_all
+from vllm_tiered_kv.stores.ssd.disk import OsDisk, check_read, check_written, read_all, write_all
 from vllm_tiered_kv.stores.ssd.folder import DATA
 from vllm_tiered_kv.stores.ssd.record_format import ALIGNMENT
 
@@ -75,7 +76,7 @@ class DataFile:
     writes.
     """
 
-    def __init__(self, disk: Disk, folder: Path, threads: int) -> None:
+    def __init__(self, disk: OsDisk, folder: Path, threads: int) -> None:
         self._disk = disk
         self._path = folder / DATA
         self._threads = IoThreads(threads, "ssd-io")
@@ -145,7 +146,7 @@ class DataFile:
         """Writes every block whose checksum is the expected one. After a failure, blocks that were
         not started are not written; their error is ECANCELED."""
         if not self._can_use_native(places):
-            return _WritesUntilFailure(self, self._threads).outcomes(places)
+            return self._write_until_failure(places)
         moved, checksums = cpu.write_blocks(
             self._fd,
             [place.offset for place in places],
@@ -172,6 +173,24 @@ class DataFile:
         except OSError as error:
             return Moved(error=error)
         return Moved(xxh3_64(place.view))
+
+    def _write_until_failure(self, places: Sequence[Place]) -> list[Moved]:
+        has_failed = threading.Event()
+
+        def write(place: Place) -> Moved:
+            checksum = xxh3_64(place.view)
+            if place.expected not in (None, checksum):
+                return Moved(checksum, refused=True)
+            if has_failed.is_set():
+                return Moved(checksum, _canceled())
+            try:
+                self.write(place.offset, place.view)
+            except OSError as error:
+                has_failed.set()
+                return Moved(checksum, error)
+            return Moved(checksum)
+
+        return self._threads.map(write, places)
 
     # ---- one block ------------------------------------------------------------------------------
 
@@ -202,31 +221,6 @@ class DataFile:
     def close(self) -> None:
         self._threads.close()
         self._disk.close(self._fd)
-
-
-class _WritesUntilFailure:
-    """Writes one batch in Python threads and cancels the rest after a failure."""
-
-    def __init__(self, file: DataFile, threads: IoThreads) -> None:
-        self._file = file
-        self._threads = threads
-        self._failed = False
-
-    def outcomes(self, places: Sequence[Place]) -> list[Moved]:
-        return self._threads.map(self._write, places)
-
-    def _write(self, place: Place) -> Moved:
-        checksum = xxh3_64(place.view)
-        if place.expected not in (None, checksum):
-            return Moved(checksum, refused=True)
-        if self._failed:
-            return Moved(checksum, _canceled())
-        try:
-            self._file.write(place.offset, place.view)
-        except OSError as error:
-            self._failed = True
-            return Moved(checksum, error)
-        return Moved(checksum)
 
 
 def _canceled() -> OSError:

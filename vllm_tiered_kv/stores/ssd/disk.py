@@ -1,4 +1,4 @@
-"""The disk interface of the store: every call that reads or changes its files.
+"""Every call of the store that reads or changes its files.
 
 The store never calls `os` directly. Tests replace the disk by one that fails, or by one that
 records the order of writes, syncs and renames, so that they can rebuild and recover every state
@@ -13,34 +13,6 @@ import errno
 import os
 import stat
 from pathlib import Path
-from typing import Protocol
-
-
-class Disk(Protocol):
-    """Calls raise OSError; reads and writes return the number of bytes."""
-
-    native: bool
-    """Whether native code may use the descriptors directly, bypassing `read` and `write`."""
-
-    def open(self, path: Path, flags: int) -> int: ...
-    def close(self, fd: int) -> None: ...
-    def read(self, fd: int, into: memoryview, offset: int) -> int: ...
-    def write(self, fd: int, data: memoryview, offset: int) -> int: ...
-    def sync(self, fd: int) -> None:
-        """Returns when the file's contents and size are durable (fdatasync)."""
-
-    def allocate(self, fd: int, nbytes: int) -> None:
-        """Reserves disk space for the first bytes of the file and makes it at least that long."""
-
-    def truncate(self, fd: int, nbytes: int) -> None: ...
-    def size(self, fd: int) -> int: ...
-    def is_linked(self, fd: int) -> bool:
-        """Whether the file still has a name. Data written to a deleted file is lost on close."""
-
-    def rename(self, source: Path, target: Path) -> None: ...
-    def unlink(self, path: Path) -> None: ...
-    def sync_folder(self, folder: Path) -> None:
-        """Returns when names created, renamed or removed in the folder are durable."""
 
 
 def open_file(path: Path, flags: int) -> int:
@@ -65,9 +37,11 @@ def _not_regular(path: Path) -> OSError:
 
 
 class OsDisk:
-    """The disk of the operating system."""
+    """The disk of the operating system. Calls raise OSError; reads and writes return the number of
+    bytes."""
 
     native = True
+    """Whether native code may use the descriptors directly, bypassing `read` and `write`."""
 
     def __init_subclass__(cls) -> None:
         cls.native = False  # a subclass overrides calls, so none may bypass it
@@ -91,9 +65,11 @@ class OsDisk:
         return os.pwritev(fd, [data], offset)
 
     def sync(self, fd: int) -> None:
+        """Returns when the file's contents and size are durable (fdatasync)."""
         os.fdatasync(fd)
 
     def allocate(self, fd: int, nbytes: int) -> None:
+        """Reserves disk space for the first bytes of the file and makes it at least that long."""
         while self._fallocate(fd, 0, 0, nbytes):
             code = ctypes.get_errno()
             if code != errno.EINTR:
@@ -106,6 +82,7 @@ class OsDisk:
         return os.fstat(fd).st_size
 
     def is_linked(self, fd: int) -> bool:
+        """Whether the file still has a name. Data written to a deleted file is lost on close."""
         return os.fstat(fd).st_nlink > 0
 
     def rename(self, source: Path, target: Path) -> None:
@@ -115,6 +92,7 @@ class OsDisk:
         os.unlink(path)
 
     def sync_folder(self, folder: Path) -> None:
+        """Returns when names created, renamed or removed in the folder are durable."""
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -122,11 +100,11 @@ class OsDisk:
             os.close(fd)
 
 
-def read_all(disk: Disk, fd: int, into: memoryview, offset: int) -> None:
+def read_all(disk: OsDisk, fd: int, into: memoryview, offset: int) -> None:
     check_read(disk.read(fd, into, offset), into.nbytes, offset)
 
 
-def write_all(disk: Disk, fd: int, data: memoryview, offset: int) -> None:
+def write_all(disk: OsDisk, fd: int, data: memoryview, offset: int) -> None:
     check_written(disk.write(fd, data, offset), data.nbytes, offset)
 
 

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 from vllm_tiered_kv.errors import StoreFormatError, StoreLockedError
-from vllm_tiered_kv.stores.ssd.disk import Disk, open_file, write_all
+from vllm_tiered_kv.stores.ssd.disk import OsDisk, open_file, write_all
 from vllm_tiered_kv.stores.ssd.record_format import Superblock
 
 LOCK = "LOCK"
@@ -58,7 +58,7 @@ def _pid_in(fd: int) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def make_folder(folder: Path, disk: Disk) -> None:
+def make_folder(folder: Path, disk: OsDisk) -> None:
     """Creates the folder durably, unless it exists."""
     if not folder.is_dir():
         if folder.exists():
@@ -88,11 +88,11 @@ def read_superblock(folder: Path) -> Superblock | None:
         raise StoreFormatError(str(folder), str(error)) from None
 
 
-def write_superblock(folder: Path, superblock: Superblock, disk: Disk) -> None:
+def write_superblock(folder: Path, superblock: Superblock, disk: OsDisk) -> None:
     publish(folder, FORMAT, superblock.encode(), disk)
 
 
-def publish(folder: Path, name: str, contents: bytes, disk: Disk) -> None:
+def publish(folder: Path, name: str, contents: bytes, disk: OsDisk) -> None:
     """Creates or replaces a file atomically and durably."""
     temporary = folder / (name + TEMPORARY)
     fd = disk.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

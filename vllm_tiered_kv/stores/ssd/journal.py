@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from vllm_tiered_kv.stores.ssd.disk import Disk, read_all, write_all
+from vllm_tiered_kv.stores.ssd.disk import OsDisk, read_all, write_all
 from vllm_tiered_kv.stores.ssd.folder import JOURNAL, TEMPORARY
 from vllm_tiered_kv.stores.ssd.record_format import (
     HEADER_COPIES,
@@ -39,7 +39,7 @@ _PAGE_BYTES = 4096
 class Journal:
     """A journal open for appending. The committer calls it, from one thread at a time."""
 
-    def __init__(self, disk: Disk, fd: int, header: JournalHeader, records: int) -> None:
+    def __init__(self, disk: OsDisk, fd: int, header: JournalHeader, records: int) -> None:
         self._disk = disk
         self._fd = fd
         self._header = header
@@ -47,7 +47,7 @@ class Journal:
 
     @classmethod
     def create(
-        cls, disk: Disk, folder: Path, store: bytes, generation: int, records: Records
+        cls, disk: OsDisk, folder: Path, store: bytes, generation: int, records: Records
     ) -> Journal:
         """Writes a new generation with these records durably, and replaces any older one."""
         header = JournalHeader(store, generation, int.from_bytes(os.urandom(8), "little"))
@@ -115,7 +115,7 @@ class JournalContents:
         return self.header is not None and not self.damaged and not self.torn_bytes
 
 
-def read_journal(disk: Disk, folder: Path, store: bytes) -> JournalContents:
+def read_journal(disk: OsDisk, folder: Path, store: bytes) -> JournalContents:
     """Reads and checks the whole journal."""
     nothing = np.empty(0, RECORD)
     try:
@@ -143,7 +143,7 @@ def read_journal(disk: Disk, folder: Path, store: bytes) -> JournalContents:
     return JournalContents(header, True, good, damaged, len(raw) - end * RECORD_BYTES, end)
 
 
-def _read_readable_pages(disk: Disk, fd: int) -> bytearray:
+def _read_readable_pages(disk: OsDisk, fd: int) -> bytearray:
     """Reads the file. Unreadable pages become zeros, which no checksum accepts."""
     raw = bytearray(disk.size(fd))
     for start in range(0, len(raw), _CHUNK_BYTES):
@@ -157,7 +157,7 @@ def _read_readable_pages(disk: Disk, fd: int) -> bytearray:
     return raw
 
 
-def open_journal(disk: Disk, folder: Path, contents: JournalContents) -> Journal:
+def open_journal(disk: OsDisk, folder: Path, contents: JournalContents) -> Journal:
     """Opens a clean journal to append to it."""
     assert contents.header is not None
     fd = disk.open(folder / JOURNAL, os.O_RDWR)

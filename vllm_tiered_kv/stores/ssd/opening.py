@@ -30,7 +30,7 @@ from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.stores.namespaces import QuotaOf
 from vllm_tiered_kv.stores.ssd.budget import Budget
 from vllm_tiered_kv.stores.ssd.data_file import DataFile
-from vllm_tiered_kv.stores.ssd.disk import Disk
+from vllm_tiered_kv.stores.ssd.disk import OsDisk
 from vllm_tiered_kv.stores.ssd.folder import (
     DATA,
     FORMAT,
@@ -165,7 +165,7 @@ def open_folder(
     folder: Path,
     capacity_bytes: int,
     slab_bytes: int | None,
-    disk: Disk,
+    disk: OsDisk,
     threads: int,
     progress: Callable[[str], None],
     quota_of: QuotaOf,
@@ -190,7 +190,7 @@ def open_folder(
     return OpenFolder(lock, superblock.store, budget, data, journal, live, report)
 
 
-def _forget_new_folder(folder: Path, disk: Disk) -> None:
+def _forget_new_folder(folder: Path, disk: OsDisk) -> None:
     """Removes the files of a folder that could not be created, so that the next attempt can choose
     another slab size."""
     # Data before the journal: `verify` reports no loss for an empty journal without data.
@@ -204,7 +204,7 @@ def _recover(
     superblock: Superblock,
     budget: Budget,
     data: DataFile,
-    disk: Disk,
+    disk: OsDisk,
     report: RecoveryReport,
     progress: Callable[[str], None],
     quota_of: QuotaOf,

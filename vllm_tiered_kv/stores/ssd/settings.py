@@ -21,16 +21,11 @@ class FsyncPolicy(str, enum.Enum):
 class SsdCounters:
     """Counts of events since the store was opened, in blocks unless the name says otherwise."""
 
-    read_blocks: int = 0
-    read_bytes: int = 0
-    written_blocks: int = 0
-    written_bytes: int = 0
     evicted_blocks: int = 0
     bad_blocks: int = 0  # read with a wrong checksum, and removed
     read_errors: int = 0  # could not be read, and removed
     failed_blocks: int = 0  # not written or not made durable, or received with a wrong checksum
     dropped_blocks: int = 0  # no room, or an invalid length or key
-    too_large_blocks: int = 0  # dropped because they are larger than a slab
     retired_slots: int = 0  # failed writes; not used again before a restart
     syncs: int = 0
     compactions: int = 0

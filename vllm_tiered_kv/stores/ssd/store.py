@@ -39,7 +39,7 @@ from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.stores.namespaces import QuotaOf, no_quota
 from vllm_tiered_kv.stores.ssd.block_table import BlockTable
 from vllm_tiered_kv.stores.ssd.data_file import Moved, Place
-from vllm_tiered_kv.stores.ssd.disk import Disk, OsDisk
+from vllm_tiered_kv.stores.ssd.disk import OsDisk
 from vllm_tiered_kv.stores.ssd.opening import open_folder
 from vllm_tiered_kv.stores.ssd.record_format import ALIGNMENT
 from vllm_tiered_kv.stores.ssd.recovery import RecoveryReport
@@ -107,7 +107,7 @@ class SsdStore:
         eviction: str = "lru",
         fsync: FsyncPolicy = FsyncPolicy.GROUP,
         io_threads: int = 16,
-        disk: Disk | None = None,
+        disk: OsDisk | None = None,
         progress: Callable[[str], None] | None = None,
         slab_bytes: int | None = None,
         retry_seconds: float = 5.0,
@@ -304,8 +304,6 @@ class SsdStore:
     def _count_read(self, read: BlockRead, moved: Moved) -> bool:
         """Returns whether the block is good; removes it otherwise."""
         if moved.error is None and moved.checksum == read.checksum:
-            self.counters.read_blocks += 1
-            self.counters.read_bytes += read.length
             return True
         if moved.error is not None:
             self._warn_once("a block cannot be read and is removed (%s)", moved.error)
@@ -376,7 +374,6 @@ class SsdStore:
     def _is_storable(self, item: PutItem, nbytes: int) -> bool:
         largest = self._budget.slab_bytes
         if nbytes > largest:
-            self.counters.too_large_blocks += 1
             sizes = f"{format_size(nbytes)}, more than a slab of {format_size(largest)}"
             self._warn_once("blocks are too large (%s): create a new folder with more space", sizes)
         longest_key = max(len(item.key), len(item.parent or b""))
@@ -433,8 +430,6 @@ class SsdStore:
                 if not write.is_readable:
                     write.result = PutResult.DROPPED  # deleted while being written
                 else:
-                    self.counters.written_blocks += 1
-                    self.counters.written_bytes += length
                     self._backoff.succeeded()
             results[write.position] = write.result
         self._sealed.notify_all()

@@ -12,7 +12,7 @@ from vllm_tiered_kv.errors import StoreFormatError
 from vllm_tiered_kv.native import cpu
 from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.stores.namespaces import no_quota
-from vllm_tiered_kv.stores.ssd.disk import Disk, OsDisk, read_all
+from vllm_tiered_kv.stores.ssd.disk import OsDisk, read_all
 from vllm_tiered_kv.stores.ssd.folder import DATA, FORMAT, LOCK, FolderLock, read_superblock
 from vllm_tiered_kv.stores.ssd.journal import JournalContents, read_journal
 from vllm_tiered_kv.stores.ssd.record_format import ALIGNMENT, decode
@@ -48,7 +48,7 @@ class VerifyReport:
 
 
 def verify(
-    folder: Path, progress: Callable[[str], None] | None = None, disk: Disk | None = None
+    folder: Path, progress: Callable[[str], None] | None = None, disk: OsDisk | None = None
 ) -> VerifyReport:
     """Verifies a folder. Raises StoreFormatError if it is not a store, StoreLockedError if it is in
     use."""
@@ -62,7 +62,7 @@ def verify(
         lock.release()
 
 
-def _verify(folder: Path, disk: Disk, progress: Callable[[str], None]) -> VerifyReport:
+def _verify(folder: Path, disk: OsDisk, progress: Callable[[str], None]) -> VerifyReport:
     begin = time.monotonic()
     report = VerifyReport()
     superblock = read_superblock(folder)
