@@ -10,7 +10,6 @@ import dataclasses
 import enum
 import math
 import struct
-import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ from typing import Any, Protocol
 
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
 from vllm_tiered_kv.wire.limits import MAX_TEXT, MAX_TREE_DEPTH, MAX_UINT64
-
-_IS_BIG_ENDIAN = sys.byteorder == "big"
 
 
 class Kind(Protocol):
@@ -61,6 +58,15 @@ def _require(value: Any, expected: type, name: str) -> None:
 def _require_count(count: int, max_count: int, noun: str) -> None:
     if count > max_count:
         raise too_large(f"{count} {noun}; at most {max_count} are allowed")
+
+
+def _require_packed(value: Any, max_count: int) -> None:
+    """Packed numbers are in the order of this host, which native code requires to be that of the
+    protocol."""
+    _require(value, bytes, "packed numbers")
+    if len(value) % 8:
+        raise invalid(f"{len(value)} bytes are not a multiple of 8, as u64le numbers need")
+    _require_count(len(value) // 8, max_count, "numbers")
 
 
 @dataclass(frozen=True)
@@ -182,19 +188,11 @@ class Uints:
             raise invalid(f"expected whole numbers: {error}") from None
         if not self._is_valid(packed):
             raise self._fault(packed)
-        if _IS_BIG_ENDIAN:
-            packed.byteswap()
         return packed.tobytes()
 
     def decode(self, raw: Any, width: int) -> Any:
-        _require(raw, bytes, "packed numbers")
-        if len(raw) % 8:
-            raise invalid(f"{len(raw)} bytes are not a multiple of 8, as u64le numbers need")
-        _require_count(len(raw) // 8, self.max_count, "numbers")
-        packed = array("Q", raw)
-        if _IS_BIG_ENDIAN:
-            packed.byteswap()
-        numbers = packed.tolist()
+        _require_packed(raw, self.max_count)
+        numbers = array("Q", raw).tolist()
         if not self._is_valid(numbers):
             raise self._fault(numbers)
         return numbers
@@ -224,20 +222,14 @@ class PackedUints:
     max_count: int
 
     def check(self, value: Any, width: int = 0) -> Any:
-        _require(value, bytes, "packed numbers")
-        if len(value) % 8:
-            raise invalid(f"{len(value)} bytes are not a multiple of 8, as u64le numbers need")
-        _require_count(len(value) // 8, self.max_count, "numbers")
+        _require_packed(value, self.max_count)
         return value
 
     encode = decode = check
 
 
 def pack_uints(numbers: Iterable[int]) -> bytes:
-    packed = array("Q", numbers)
-    if _IS_BIG_ENDIAN:
-        packed.byteswap()
-    return packed.tobytes()
+    return array("Q", numbers).tobytes()
 
 
 @dataclass(frozen=True)
