@@ -7,8 +7,7 @@ import contextlib
 import json
 import random
 import secrets
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from vllm_tiered_kv.api import arguments
@@ -65,8 +64,7 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     tools = bench.add_subparsers(metavar="TOOL", required=True)
 
-    inputs = _add(tools, "inputs", "write prompts of a given length", _INPUTS, "")
-    inputs.set_defaults(run=_inputs)
+    inputs = _add(tools, "inputs", _inputs, "write prompts of a given length", _INPUTS)
     inputs.add_argument("out", metavar="FILE", type=Path, help="prompts, one JSON object a line")
     inputs.add_argument(
         "--length",
@@ -89,8 +87,7 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--seed", metavar="N", type=int, default=0, help="another seed, other prompts (%(default)s)"
     )
 
-    one = _add(tools, "speed", "one prompt, from each tier", _SPEED, _SERVED)
-    one.set_defaults(run=_speed)
+    one = _add(tools, "speed", _speed, "one prompt, from each tier", _SPEED, _SERVED)
     one.add_argument(
         "--restarts",
         metavar="N",
@@ -98,8 +95,7 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         default=0,
         help="wait so often for you to restart the server (%(default)s)",
     )
-    many = _add(tools, "stress", "many prompts, round after round", _STRESS, _SERVED)
-    many.set_defaults(run=_stress)
+    many = _add(tools, "stress", _stress, "many prompts, round after round", _STRESS, _SERVED)
     many.add_argument(
         "--n",
         metavar="N",
@@ -124,18 +120,12 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _add(
     tools: argparse._SubParsersAction[argparse.ArgumentParser],
     name: str,
+    run: Callable[[argparse.Namespace], int],
     help: str,
     description: str,
-    epilog: str,
+    epilog: str = "",
 ) -> argparse.ArgumentParser:
-    parser = tools.add_parser(
-        name,
-        help=help,
-        description=description,
-        epilog=epilog,
-        formatter_class=arguments.HelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = arguments.add_command(tools, name, run, help, description, epilog)
     arguments.add_server(parser, "per request, and for a restart")
     return parser
 
@@ -154,7 +144,7 @@ def _inputs(given: argparse.Namespace) -> int:
                 text, tokens = make_text(server, model, words, given.length, source)
                 out.write(json.dumps({"prompt": text}) + "\n")
                 lengths.append(tokens)
-                _print_progress(f"{number} of {given.count}")
+                arguments.print_progress(f"{number} of {given.count}")
     except OSError as error:
         raise ReplayError(f"{error.filename}: {error.strerror}") from None
     print(f"{given.count} prompts of {min(lengths)} to {max(lengths)} tokens in {given.out}")
@@ -164,7 +154,7 @@ def _inputs(given: argparse.Namespace) -> int:
 def _speed(given: argparse.Namespace) -> int:
     prompt = read_prompts(given.prompts)[0]
     with _asker(given) as asker:
-        table = speed(asker, prompt, given.restarts, given.timeout, _print_progress)
+        table = speed(asker, prompt, given.restarts, given.timeout, arguments.print_progress)
     if given.json:
         rows = [{"row": name, **answer.as_json()} for name, answer in table.rows]
         print(json.dumps({"model": asker.model, "rows": rows}, indent=1))
@@ -212,7 +202,3 @@ def _asker(given: argparse.Namespace) -> Iterator[Asker]:
     with contextlib.ExitStack() as stack:
         daemons = [stack.enter_context(Inquiry(one, 5.0, curve)) for one in given.daemon]
         yield Asker(server, model, given.salt or secrets.token_hex(8), daemons)
-
-
-def _print_progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

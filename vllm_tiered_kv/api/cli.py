@@ -217,15 +217,14 @@ def main(given_words: Sequence[str] | None = None) -> int:
 
 
 def _add_model(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+    parser = arguments.add_command(
+        commands,
         "model",
-        help="say whether a model is cached, and how many KiB a token takes",
-        description=_MODEL,
-        epilog=_MODEL_DETAILS,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
+        _check_model,
+        "say whether a model is cached, and how many KiB a token takes",
+        _MODEL,
+        _MODEL_DETAILS,
     )
-    parser.set_defaults(run=_check_model)
     parser.add_argument("path", metavar="PATH", type=Path, help="config.json, or its folder")
     parser.add_argument(
         "--dtype",
@@ -273,16 +272,10 @@ def _check_model(given: argparse.Namespace) -> int:
 
 
 def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "replay",
-        help="compare answers with and without the cache",
-        description=_REPLAY,
-        epilog=_DETAILS,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
+    parser = arguments.add_command(
+        commands, "replay", _replay, "compare answers with and without the cache", _REPLAY, _DETAILS
     )
     default = ReplaySettings()
-    parser.set_defaults(run=_replay)
     parser.add_argument("prompts", metavar="PROMPTS", type=Path, help="file of prompts, see below")
     arguments.add_server(parser)
     parser.add_argument("--baseline-url", metavar="URL", help="a server without the cache")
@@ -346,7 +339,7 @@ def _replay(given: argparse.Namespace) -> int:
     baseline = None
     if given.baseline_url is not None:
         baseline = arguments.open_server(given, given.baseline_url)
-    report = Replay(server, baseline, settings, _print_progress).run(prompts)
+    report = Replay(server, baseline, settings, arguments.print_progress).run(prompts)
     print("\n".join(report.lines()))
     if given.json is not None:
         _write(given.json, json.dumps(report.as_json(), indent=1) + "\n")
@@ -354,15 +347,14 @@ def _replay(given: argparse.Namespace) -> int:
 
 
 def _add_warm(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+    parser = arguments.add_command(
+        commands,
         "warm",
-        help="bring prompts into the cache of a running server",
-        description=_WARM,
-        epilog=_WARM_DETAILS,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
+        _warm,
+        "bring prompts into the cache of a running server",
+        _WARM,
+        _WARM_DETAILS,
     )
-    parser.set_defaults(run=_warm)
     parser.add_argument("prompts", metavar="PROMPTS", type=Path, help="file of prompts, see below")
     arguments.add_server(parser)
     parser.add_argument(
@@ -393,7 +385,7 @@ def _warm(given: argparse.Namespace) -> int:
         given.concurrency,
         given.pin,
         given.salt,
-        _print_progress,
+        arguments.print_progress,
     )
     if given.json:
         print(json.dumps(dataclasses.asdict(report), indent=1))
@@ -403,15 +395,14 @@ def _warm(given: argparse.Namespace) -> int:
 
 
 def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+    parser = arguments.add_command(
+        commands,
         "explain",
-        help="say where the tokens of a prompt come from, and why the rest is computed",
-        description=_EXPLAIN,
-        epilog=_EXPLAIN_DETAILS,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
+        _explain,
+        "say where the tokens of a prompt come from, and why the rest is computed",
+        _EXPLAIN,
+        _EXPLAIN_DETAILS,
     )
-    parser.set_defaults(run=_explain)
     parser.add_argument("prompt", metavar="PROMPT", help="see below; - reads it from stdin")
     arguments.add_server(parser, "of the request")
     parser.add_argument("--salt", metavar="TEXT", help="cache_salt, if clients use one")
@@ -426,10 +417,6 @@ def _explain(given: argparse.Namespace) -> int:
     found = explain(server, prompt, given.model, given.salt)
     print(json.dumps(found.as_json(), indent=1) if given.json else "\n".join(found.lines()))
     return Exit.EQUAL
-
-
-def _print_progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _require_writable(path: Path) -> None:

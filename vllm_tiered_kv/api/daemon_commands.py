@@ -148,15 +148,7 @@ def _add(
     nargs: str | None = "+",
     takes_name: bool = False,
 ) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        name,
-        help=help,
-        description=description,
-        epilog=epilog,
-        formatter_class=arguments.HelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=run)
+    parser = arguments.add_command(commands, name, run, help, description, epilog)
     if takes_name:
         parser.add_argument("name", metavar="NAME", help="start of a namespace, or a model's name")
     parser.add_argument(

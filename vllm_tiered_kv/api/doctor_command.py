@@ -43,15 +43,9 @@ _INDENT = 22
 
 
 def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "doctor",
-        help="check this host, and say what to change",
-        description=_DOCTOR,
-        epilog=_DETAILS,
-        formatter_class=arguments.HelpFormatter,
-        allow_abbrev=False,
+    parser = arguments.add_command(
+        commands, "doctor", _doctor, "check this host, and say what to change", _DOCTOR, _DETAILS
     )
-    parser.set_defaults(run=_doctor)
     parser.add_argument(
         "--model", metavar="PATH", type=Path, help="folder of a model, or its config.json"
     )

@@ -51,15 +51,14 @@ _INDENT = 32
 
 
 def add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+    parser = arguments.add_command(
+        commands,
         "up",
-        help="start a daemon and servers from one file",
-        description=_UP,
-        epilog="\n".join((_keys(), _EXAMPLE, _DETAILS)),
-        formatter_class=arguments.HelpFormatter,
-        allow_abbrev=False,
+        _up,
+        "start a daemon and servers from one file",
+        _UP,
+        "\n".join((_keys(), _EXAMPLE, _DETAILS)),
     )
-    parser.set_defaults(run=_up)
     parser.add_argument("file", metavar="FILE", type=Path, help="the YAML file, see below")
     parser.add_argument("--check", action="store_true", help="only check it and print the commands")
 

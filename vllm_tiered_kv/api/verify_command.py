@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from vllm_tiered_kv.api import arguments
@@ -24,21 +23,15 @@ examples:
 
 
 def add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "verify",
-        help="check every block of an SSD folder",
-        description=_VERIFY,
-        epilog=_EXAMPLES,
-        formatter_class=arguments.HelpFormatter,
-        allow_abbrev=False,
+    parser = arguments.add_command(
+        commands, "verify", _verify, "check every block of an SSD folder", _VERIFY, _EXAMPLES
     )
-    parser.set_defaults(run=_verify)
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="the daemon's option ssd")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _verify(given: argparse.Namespace) -> int:
-    report = verify(given.folder, lambda line: print(line, file=sys.stderr, flush=True))
+    report = verify(given.folder, arguments.print_progress)
     if given.json:
         facts = {
             "sound": report.is_sound,
