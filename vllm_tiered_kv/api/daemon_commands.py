@@ -207,15 +207,11 @@ def _list(given: argparse.Namespace) -> int:
 
 def _as_json(address: str, info: Mapping[str, Any]) -> dict[str, Any]:
     rows = info.get("by_namespace", {})
-    namespaces = [
-        {"namespace": name, "model": row.get("client", ""), **_without_client(row)}
-        for name, row in rows.items()
-    ]
+    namespaces = []
+    for name, row in rows.items():
+        sizes = dict(row)
+        namespaces.append({"namespace": name, "model": sizes.pop("client", ""), **sizes})
     return {"address": address, "namespaces": namespaces}
-
-
-def _without_client(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name != "client"}
 
 
 def _remove(given: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import textwrap
@@ -107,16 +108,7 @@ def as_json(findings: list[Finding], failed: bool) -> dict[str, object]:
     return {
         "version": __version__,
         "ok": not failed,
-        "findings": [
-            {
-                "check": finding.check,
-                "level": finding.level.value,
-                "text": finding.text,
-                "advice": finding.advice,
-                "facts": finding.facts,
-            }
-            for finding in findings
-        ],
+        "findings": [dataclasses.asdict(finding) for finding in findings],
     }
 
 
