@@ -6,17 +6,16 @@ file, or with an old one, only a check is skipped. A failed write is retried unt
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_tiered_kv.stores.ssd.disk import open_file
+from vllm_tiered_kv.stores.ssd.disk import OsDisk, open_file
 
 logger = logging.getLogger(__name__)
 
@@ -95,56 +94,45 @@ class NamespaceFile:
 
 
 def _write(path: Path, shapes: dict[bytes, Shape]) -> None:
-    temporary = path.with_suffix(".tmp")
-    # Private like the blocks beside it; never follows a symbolic link that another user put there.
-    with os.fdopen(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
-        os.fchmod(file.fileno(), 0o600)
-        file.writelines(_lines(shapes))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _lines(shapes: dict[bytes, Shape]) -> Iterator[str]:
-    """JSON, one namespace at a time: encoding all at once would hold the GIL for too long."""
-    yield f'{{\n"version": {_VERSION},\n"namespaces": {{'
-    separator = "\n"
-    for name, shape in shapes.items():
-        fields = {
+    namespaces = {
+        name.hex(): {
             "key_bytes": shape.key_bytes,
             "block_bytes": sorted(shape.block_bytes),
             "layout": shape.layout,
             "client": shape.client,
         }
-        yield f'{separator}"{name.hex()}": {json.dumps(fields)}'
-        separator = ",\n"
-    yield "\n}\n}\n"
+        for name, shape in shapes.items()
+    }
+    temporary = path.with_suffix(".tmp")
+    # Private like the blocks beside it; never follows a symbolic link that another user put there.
+    with os.fdopen(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+        os.fchmod(file.fileno(), 0o600)
+        # Writes piece by piece: `json.dumps` would hold the GIL for too long.
+        json.dump({"version": _VERSION, "namespaces": namespaces}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    OsDisk().sync_folder(path.parent)
 
 
 def read(path: Path) -> dict[bytes, Shape]:
     """Reads the file; a missing or damaged one counts as empty."""
-    with contextlib.suppress(FileNotFoundError):
-        try:
-            with os.fdopen(open_file(path, os.O_RDONLY)) as file:
-                content: Any = json.load(file)
-            if content["version"] != _VERSION:
-                raise ValueError(f"version {content['version']} is not supported")
-            return {
-                bytes.fromhex(name): Shape(
-                    int(shape["key_bytes"]),
-                    frozenset(map(int, shape["block_bytes"])),
-                    str(shape["layout"]),
-                    str(shape.get("client", "")),
-                )
-                for name, shape in content["namespaces"].items()
-            }
-        except FileNotFoundError:
-            raise
-        except Exception as error:  # the content may be anything
-            logger.warning("%s is not used: %s", path, error)
+    try:
+        with os.fdopen(open_file(path, os.O_RDONLY)) as file:
+            content: Any = json.load(file)
+        if content["version"] != _VERSION:
+            raise ValueError(f"version {content['version']} is not supported")
+        return {
+            bytes.fromhex(name): Shape(
+                int(shape["key_bytes"]),
+                frozenset(map(int, shape["block_bytes"])),
+                str(shape["layout"]),
+                str(shape.get("client", "")),
+            )
+            for name, shape in content["namespaces"].items()
+        }
+    except FileNotFoundError:
+        pass
+    except Exception as error:  # the content may be anything
+        logger.warning("%s is not used: %s", path, error)
     return {}
