@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vllm_tiered_kv.core.store import StoreKey
+from vllm_tiered_kv.core.store import StoreKey, StoreUsage
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps
 from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings, SharedDirStore
+from vllm_tiered_kv.stores.shared_dir.tree import EntryKind
 
 NOBODY = 65534
 
@@ -19,7 +20,7 @@ NOBODY = 65534
 @contextmanager
 def opened(root: Path, ops: FileOps | None = None, **settings: Any) -> Iterator[SharedDirStore]:
     settings.setdefault("threads", 2)
-    store = SharedDirStore(SharedDirSettings(str(root), **settings), ops)
+    store = ScannedDir(SharedDirSettings(str(root), **settings), ops)
     try:
         yield store
     finally:
@@ -28,6 +29,20 @@ def opened(root: Path, ops: FileOps | None = None, **settings: Any) -> Iterator[
 
 def file_of(store: SharedDirStore, key: StoreKey) -> Path:
     return Path(store.tree.block_path(key))
+
+
+class ScannedDir(SharedDirStore):
+    """Its usage is what is in the directory now, for the contract of all stores."""
+
+    def usage(self) -> StoreUsage:
+        found = [
+            entry.status.st_size
+            for namespace in self.tree.namespaces()
+            for shard in self.tree.shards(namespace)
+            for entry in self.tree.shard_entries(shard)
+            if entry.kind is EntryKind.BLOCK
+        ]
+        return StoreUsage(len(found), sum(found), self.settings.capacity_bytes)
 
 
 def litter(root: Path) -> list[str]:

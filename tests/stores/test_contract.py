@@ -10,15 +10,16 @@ import pytest
 
 from tests.stores.contract import StoreCase, StoreContract
 from tests.stores.contract_capacity import CapacityContract
+from tests.stores.shared_dir_cases import ScannedDir
 from vllm_tiered_kv.core.store import BlockStore
 from vllm_tiered_kv.stores.memory import MemoryStore
-from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings, SharedDirStore
+from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 
 @contextmanager
 def open_shared_dir(folder: Path, capacity_bytes: int) -> Iterator[BlockStore]:
-    store = SharedDirStore(SharedDirSettings(str(folder / "shared"), capacity_bytes, threads=4))
+    store = ScannedDir(SharedDirSettings(str(folder / "shared"), capacity_bytes, threads=4))
     yield store
     store.close()
 

@@ -470,12 +470,6 @@ def test_rename_that_reports_a_false_error_succeeds(root: Path) -> None:
         assert not path.exists()
 
 
-def test_usage_scan_failure_is_counted(root: Path) -> None:
-    with opened(root, FaultyOps(scandir=failing(errno.EIO))) as store:
-        assert store.usage().blocks == 0
-        assert store.counts.snapshot()[Event.READ_ERROR] == 1
-
-
 def test_file_ops_work_on_a_real_file_system(tmp_path: Path) -> None:
     ops = FileOps()
     fd = ops.open(str(tmp_path), os.O_RDONLY | os.O_DIRECTORY)

@@ -31,7 +31,6 @@ from vllm_tiered_kv.stores.block_format import (
     encode_header,
 )
 from vllm_tiered_kv.stores.network_store import (
-    WRITE_TIMEOUT_FACTOR,
     Event,
     NetworkStore,
     NewBlock,
@@ -226,21 +225,8 @@ class S3Store(NetworkStore):
         """No-op: payloads are copied into any memory."""
 
     def usage(self) -> StoreUsage:
-        """Lists all blocks, with one request per thousand. That is too slow for other calls, so
-        `known_usage` stays empty."""
-
-        async def count(prefix: str) -> StoreUsage:
-            blocks = used = 0
-            async for some in obstore.list(self._bucket, prefix, chunk_size=1000):
-                blocks += len(some)
-                used += sum(one["size"] for one in some)
-            return StoreUsage(blocks, used, 0)
-
-        deadline = self._deadline(WRITE_TIMEOUT_FACTOR)
-        [found] = self.client.each(count, [self._prefix], deadline)
-        if not isinstance(found, Failure):
-            self._usage = found
-        return self._usage
+        """Unknown: the service tells it only with a request for each thousand blocks."""
+        return self.known_usage()
 
     @property
     def is_absent(self) -> bool:

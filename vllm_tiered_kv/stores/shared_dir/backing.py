@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 from vllm_tiered_kv.core.store import Durability, PutItem, PutResult, StoreUsage
@@ -83,10 +82,7 @@ class SharedDirBacking(SharedDirStore):
         return sum(counted[event] for event in events)
 
     def known_usage(self) -> StoreUsage:
-        """As of the last garbage collection; zero before the first one."""
-        known = self.usage_tracker.latest(math.inf)
-        blocks, nbytes = (0, 0) if known is None else (known.blocks, known.nbytes)
-        return StoreUsage(blocks, nbytes, self.settings.capacity_bytes)
+        return self.usage()
 
     def close(self) -> None:
         self._collector.stop()

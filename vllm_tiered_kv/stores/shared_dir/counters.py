@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import enum
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -59,26 +57,18 @@ class UsageTracker:
     Other hosts add and remove blocks unnoticed, so the estimate is only as good as its last scan.
     """
 
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._monotonic = monotonic
-        self._scanned_at: float | None = None
-        self._totals = Totals(0, 0)
+        self._is_scanned = False
+        self.totals = Totals(0, 0)
 
     def scanned(self, totals: Totals) -> None:
         with self._lock:
-            self._totals = totals
-            self._scanned_at = self._monotonic()
+            self._is_scanned = True
+            self.totals = totals
 
     def changed(self, blocks: int, nbytes: int) -> None:
         with self._lock:
-            self._totals = Totals(
-                max(0, self._totals.blocks + blocks), max(0, self._totals.nbytes + nbytes)
-            )
-
-    def latest(self, max_age_s: float) -> Totals | None:
-        """Returns None if the last scan is older than this."""
-        with self._lock:
-            if self._scanned_at is None or self._monotonic() - self._scanned_at > max_age_s:
-                return None
-            return self._totals
+            if self._is_scanned:
+                known = self.totals
+                self.totals = Totals(max(0, known.blocks + blocks), max(0, known.nbytes + nbytes))

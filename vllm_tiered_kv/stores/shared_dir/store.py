@@ -37,10 +37,10 @@ from vllm_tiered_kv.stores.block_format import (
 from vllm_tiered_kv.stores.io_threads import IoThreads
 from vllm_tiered_kv.stores.network_store import Interval
 from vllm_tiered_kv.stores.shared_dir.block_files import BlockFiles, ReadBlock, Removal
-from vllm_tiered_kv.stores.shared_dir.counters import Event, EventCounts, Totals, UsageTracker
+from vllm_tiered_kv.stores.shared_dir.counters import Event, EventCounts, UsageTracker
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps, is_absent
 from vllm_tiered_kv.stores.shared_dir.recency import Recency, ServerClock, Use
-from vllm_tiered_kv.stores.shared_dir.tree import EntryKind, Identity, open_tree
+from vllm_tiered_kv.stores.shared_dir.tree import Identity, open_tree
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,6 @@ class SharedDirSettings:
     stale_temp_s: float = 7200.0  # a temporary file this old belongs to a dead writer
     low_watermark: float = 0.95  # a collection over capacity frees down to this share of it
     threads: int = 8  # parallel reads and writes
-    usage_max_age_s: float = 60.0  # `usage` scans again when its last scan is older than this
 
     def __post_init__(self) -> None:
         if self.threads < 1:
@@ -75,7 +74,7 @@ class SharedDirSettings:
             raise ConfigError("capacity_bytes", f"must not be negative, is {self.capacity_bytes}")
         if not 0.0 < self.low_watermark <= 1.0:
             raise ConfigError("low_watermark", f"must be within (0, 1], is {self.low_watermark}")
-        for name in ("grace_s", "touch_interval_s", "stale_temp_s", "usage_max_age_s"):
+        for name in ("grace_s", "touch_interval_s", "stale_temp_s"):
             if not getattr(self, name) >= 0.0:
                 raise ConfigError(name, f"must not be negative, is {getattr(self, name)}")
         if self.ttl_s is not None and not self.ttl_s >= 2 * self.touch_interval_s:
@@ -395,25 +394,10 @@ class SharedDirStore:
         return self._unsynced.take_lost()
 
     def usage(self) -> StoreUsage:
-        """Returns the result of the last scan plus the changes of this process since, without those
-        of other hosts."""
-        totals = self.usage_tracker.latest(self.settings.usage_max_age_s)
-        if totals is None:
-            totals = self._scan()
-            self.usage_tracker.scanned(totals)
+        """As of the last garbage collection plus the changes of this process since, without those
+        of other hosts; zero before the first one."""
+        totals = self.usage_tracker.totals
         return StoreUsage(totals.blocks, totals.nbytes, self.settings.capacity_bytes)
-
-    def _scan(self) -> Totals:
-        blocks = nbytes = 0
-        try:
-            for entry in self.tree.entries():
-                if entry.kind is EntryKind.BLOCK:
-                    blocks += 1
-                    nbytes += entry.status.st_size
-        except OSError as error:
-            self.counts.add(Event.READ_ERROR)
-            logger.warning("%s could not be scanned: %s", self.tree.folder, error)
-        return Totals(blocks, nbytes)
 
     def close(self) -> None:
         """Afterwards every lookup is a miss and every put is dropped."""

@@ -127,12 +127,6 @@ class Tree:
     def shards(self, namespace: str) -> Iterator[str]:
         return self._folders(namespace, _SHARD)
 
-    def entries(self) -> Iterator[Entry]:
-        """Yields all files of all shards."""
-        for namespace in self.namespaces():
-            for shard in self.shards(namespace):
-                yield from self.shard_entries(shard)
-
     def shard_entries(self, shard: str) -> Iterator[Entry]:
         for found in self._scan(shard):
             try:
