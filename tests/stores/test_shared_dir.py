@@ -138,17 +138,6 @@ def test_open_by_many_at_once_creates_one_folder(tmp_path: Path) -> None:
             store.close()
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"threads": 0}, {"capacity_bytes": -1}, {"grace_s": -1.0}, {"low_watermark": 0.0},
-     {"ttl_s": 60.0}, {"touch_interval_s": float("nan")}],
-)  # fmt: skip
-def test_invalid_settings_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError) as error:
-        SharedDirSettings("/nowhere", **wrong)  # type: ignore[arg-type]
-    assert error.value.key in wrong
-
-
 # ---- keys ---------------------------------------------------------------------------------------
 
 

@@ -407,13 +407,11 @@ def test_gc_thread_collects_and_stops(tmp_path: Path) -> None:
     with opened(tmp_path, capacity_bytes=2500, low_watermark=1.0, grace_s=0.0) as store:
         keys = chain_keys("a", 6)
         store.put(chain_items(keys, BLOCK))
-        reports: list[GcReport] = []
-        thread = GcThread(store, 0.02, reports.append)
-        thread.start()
-        wait_for(lambda: any(report.removed_blocks for report in reports))
-        assert thread.stop(60)
+        thread = GcThread(store, 0.02)
+        wait_for(lambda: sum(store.contains(keys)) <= 2)
+        thread.stop()
         assert store.match(keys) == 2
-        assert thread.stop(60)
+        thread.stop()
 
 
 def test_gc_thread_skips_round_after_another_host(tmp_path: Path) -> None:
@@ -421,12 +419,11 @@ def test_gc_thread_skips_round_after_another_host(tmp_path: Path) -> None:
         SharedDirGc(other).collect()
         assert not SharedDirGc(store).due(HOUR)
         assert SharedDirGc(store).due(0.0)
-        reports: list[GcReport] = []
-        thread = GcThread(store, 1000.0, reports.append)
-        thread.start()
+        before = os.stat(store.tree.collected_path).st_mtime_ns
+        thread = GcThread(store, 1000.0)
         thread.wake()  # but not where someone asked for it
-        wait_for(lambda: bool(reports))
-        assert thread.stop(60)
+        wait_for(lambda: os.stat(store.tree.collected_path).st_mtime_ns > before)
+        thread.stop()
 
 
 def test_collect_can_be_interrupted(tmp_path: Path) -> None:
@@ -434,8 +431,3 @@ def test_collect_can_be_interrupted(tmp_path: Path) -> None:
         keys = put_chain(store, "a", 5, 50 * HOUR)
         assert collect(store, stop=lambda: True).interrupted
         assert store.match(keys) == 5
-
-
-def test_gc_thread_never_started_can_be_stopped(tmp_path: Path) -> None:
-    with opened(tmp_path) as store:
-        assert GcThread(store, 1.0).stop()

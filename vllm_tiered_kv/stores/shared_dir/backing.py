@@ -53,7 +53,6 @@ class SharedDirBacking(SharedDirStore):
     ) -> None:
         super().__init__(settings)
         self._collector = GcThread(self, collect_every_s)
-        self._collector.start()
 
     def put(
         self, items: Sequence[PutItem], durability: Durability = Durability.MEMORY

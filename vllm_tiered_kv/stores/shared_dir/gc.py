@@ -360,33 +360,23 @@ class GcThread:
     daemon owns it.
     """
 
-    def __init__(
-        self,
-        store: SharedDirStore,
-        interval_s: float,
-        on_report: Callable[[GcReport], None] = lambda report: None,
-    ) -> None:
+    def __init__(self, store: SharedDirStore, interval_s: float) -> None:
         self._interval_s = interval_s
-        self._on_report = on_report
         self._stopping = threading.Event()
         self._wake = threading.Event()
         self._gc = SharedDirGc(store, stop=self._stopping.is_set)
         self._thread = threading.Thread(target=self._run, name="tiered-kv-gc", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     def wake(self) -> None:
         """Collects soon, regardless of other hosts, because a put found the disk full."""
         self._wake.set()
 
-    def stop(self, timeout_s: float | None = None) -> bool:
-        """Interrupts a running collection at its next file. Returns False if that took too long."""
+    def stop(self) -> None:
+        """Interrupts a running collection at its next file."""
         self._stopping.set()
         self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        self._thread.join()
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -404,6 +394,4 @@ class GcThread:
     def _collect_all(self) -> None:
         more = True
         while more and not self._stopping.is_set():
-            report = self._gc.collect()
-            self._on_report(report)
-            more = report.more
+            more = self._gc.collect().more

@@ -26,7 +26,7 @@ from vllm_tiered_kv.core.store import (
     StoreKey,
     StoreUsage,
 )
-from vllm_tiered_kv.errors import ConfigError, NotDeletedError
+from vllm_tiered_kv.errors import NotDeletedError
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.stores.block_format import (
     HEADER_BYTES,
@@ -56,7 +56,8 @@ _Out = TypeVar("_Out")
 
 @dataclass(frozen=True)
 class SharedDirSettings:
-    """Settings of a shared directory. All hosts should use the same, but need not."""
+    """Settings of a shared directory. All hosts should use the same, but need not. Those that users
+    can choose are checked where they are read."""
 
     root: str
     capacity_bytes: int = 0  # target of a collection; 0: no limit
@@ -66,23 +67,6 @@ class SharedDirSettings:
     stale_temp_s: float = 7200.0  # a temporary file this old belongs to a dead writer
     low_watermark: float = 0.95  # a collection over capacity frees down to this share of it
     threads: int = 8  # parallel reads and writes
-
-    def __post_init__(self) -> None:
-        if self.threads < 1:
-            raise ConfigError("threads", f"must be at least 1, not {self.threads}")
-        if self.capacity_bytes < 0:
-            raise ConfigError("capacity_bytes", f"must not be negative, is {self.capacity_bytes}")
-        if not 0.0 < self.low_watermark <= 1.0:
-            raise ConfigError("low_watermark", f"must be within (0, 1], is {self.low_watermark}")
-        for name in ("grace_s", "touch_interval_s", "stale_temp_s"):
-            if not getattr(self, name) >= 0.0:
-                raise ConfigError(name, f"must not be negative, is {getattr(self, name)}")
-        if self.ttl_s is not None and not self.ttl_s >= 2 * self.touch_interval_s:
-            raise ConfigError(
-                "ttl_s",
-                f"{self.ttl_s} is too short: the time of last use is updated only every "
-                f"touch_interval_s ({self.touch_interval_s}); set at least twice that",
-            )
 
 
 class UnsyncedBlocks:
