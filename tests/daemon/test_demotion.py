@@ -14,6 +14,7 @@ import pytest
 
 from tests.daemon.raw_client import block
 from tests.patience import eventually
+from tests.stores.memory_blocks import MemoryBlocks, put_into
 from vllm_tiered_kv.core.store import Durability, PutItem, PutResult, StoreKey
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics.recorder import Recorder
@@ -275,7 +276,7 @@ def test_flush_covers_blocks_only_received(store: TieredStore) -> None:
     assert store.ssd.contains([key(1)]) == [True]
 
 
-class GatedStore(MemoryStore):
+class GatedStore(MemoryBlocks):
     """A put ends when its block is let through."""
 
     def __init__(self) -> None:
@@ -293,7 +294,7 @@ class GatedStore(MemoryStore):
 def test_drain_ignores_later_writes() -> None:
     """Otherwise it would never end while clients keep writing."""
     memory, target = MemoryStore(4 * MIB), GatedStore()
-    memory.put([item(1), item(2)])
+    put_into(memory, [item(1), item(2)])
     executor = StoreExecutor("test", 1, keeps_queue=True)
     behind = WriteBehind(memory, target, MIB, executor)
 
@@ -319,7 +320,7 @@ def test_drain_ignores_later_writes() -> None:
     assert not memory._index.pinned_slots()
 
 
-class Forgetful(MemoryStore):
+class Forgetful(MemoryBlocks):
     """Does not say what became of the last block."""
 
     def put(
@@ -330,7 +331,7 @@ class Forgetful(MemoryStore):
 
 def test_write_behind_callback_error_does_not_stop_writers() -> None:
     memory, target = MemoryStore(4 * MIB), Forgetful(MIB)
-    memory.put([item(n) for n in range(8)])
+    put_into(memory, [item(n) for n in range(8)])
     told: list[PutResult] = []
 
     def deaf(result: PutResult) -> None:

@@ -12,6 +12,7 @@ import pytest
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.raw_client import blocks, key, wire
 from tests.patience import eventually
+from tests.stores.memory_blocks import get_from
 from vllm_tiered_kv.core.store import Durability, PutItem, PutResult, StoreKey
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.metrics.recorder import Recorder
@@ -78,7 +79,7 @@ def test_put_block_is_unreadable_until_collected(store: TieredStore, loop: Loop)
     assert loop.results == [[PutResult.STORED]]
     assert loop.copied == 1
     into = bytearray(SIZE)
-    assert store.memory.get([one.key], [memoryview(into)]) == [True]
+    assert get_from(store.memory, [one.key], [memoryview(into)]) == [True]
     assert into == one.payload
 
 

@@ -7,6 +7,7 @@ import time
 import pytest
 import zmq
 
+from tests.stores.memory_blocks import put_into
 from vllm_tiered_kv.core.store import PutItem, StoreKey
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.native.zmq_messages import make_zmq_sender
@@ -49,7 +50,7 @@ def test_blocks_sent_to_dead_client_are_released(
         monkeypatch.setattr(outbox_module, "make_zmq_sender", SenderThatReportsNothing)
     monkeypatch.setattr(outbox_module, "_GRACE_S", 0.1)
     memory = MemoryStore(4 * MIB)
-    memory.put([PutItem(KEY, None, memoryview(bytes(SIZE)))])
+    put_into(memory, [PutItem(KEY, None, memoryview(bytes(SIZE)))])
     reactor = Reactor()
     limits, network = ClientLimits.of_memory(4 * MIB), NetworkMemory(MIB, MIB)
     gone: list[str] = []

@@ -9,6 +9,7 @@ import pytest
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.raw_client import KEY_BYTES, block, blocks, key, wire
 from tests.patience import eventually
+from tests.stores.memory_blocks import put_into
 from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
 from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.tiers.pins import Pins
@@ -30,7 +31,7 @@ def memory() -> Iterator[MemoryStore]:
 
 def held(memory: MemoryStore, content: int) -> PinnedSlot:
     """A new block, as one who is about to pin it has it."""
-    assert memory.put([PutItem(NAME, None, memoryview(block(content)))]) == [PutResult.STORED]
+    assert put_into(memory, [PutItem(NAME, None, memoryview(block(content)))]) == [PutResult.STORED]
     (one,) = memory.hold([NAME])
     assert one is not None
     return one

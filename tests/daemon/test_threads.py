@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.stores.memory_blocks import put_into
 from vllm_tiered_kv.core.store import PutItem, StoreKey
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.daemon import Daemon
@@ -85,7 +86,7 @@ def test_requests_without_new_threads_run_once(refuse: Refuse) -> None:
 
     keys = [StoreKey(bytes(16) + n.to_bytes(8, "little")) for n in range(3)]
     try:
-        assert store.memory.put([PutItem(keys[0], None, memoryview(bytes(4096)))])
+        assert put_into(store.memory, [PutItem(keys[0], None, memoryview(bytes(4096)))])
         store.delete(keys[:1], done)  # keeps a thread
         refuse(100)
         store.delete(keys[1:2], done)

@@ -10,9 +10,9 @@ import pytest
 
 from tests.stores.contract import StoreCase, StoreContract
 from tests.stores.contract_capacity import CapacityContract
+from tests.stores.memory_blocks import MemoryBlocks
 from tests.stores.shared_dir_cases import ScannedDir
 from vllm_tiered_kv.core.store import BlockStore
-from vllm_tiered_kv.stores.memory import MemoryStore
 from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
@@ -26,7 +26,7 @@ def open_shared_dir(folder: Path, capacity_bytes: int) -> Iterator[BlockStore]:
 
 @contextmanager
 def open_memory(folder: Path, capacity_bytes: int) -> Iterator[BlockStore]:
-    store = MemoryStore(capacity_bytes)
+    store = MemoryBlocks(capacity_bytes)
     yield store
     store.check()
     store.close()

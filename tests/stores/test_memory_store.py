@@ -7,13 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.stores import memory_blocks
+from tests.stores.memory_blocks import MemoryBlocks, fill
 from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import NativeError
 from vllm_tiered_kv.native._cpu import EVICTION_POLICIES
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.stores import memory as memory_module
-from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
+from vllm_tiered_kv.stores.memory import PinnedSlot
 
 MIB = 1 << 20
 SIZE = 4096
@@ -29,20 +31,20 @@ def item(n: int, parent: int | None = None, size: int = SIZE) -> PutItem:
 
 
 @pytest.fixture
-def store() -> Iterator[MemoryStore]:
-    made = MemoryStore(MIB)
+def store() -> Iterator[MemoryBlocks]:
+    made = MemoryBlocks(MIB)
     yield made
     made.check()
     made.close()
 
 
-def reserve(store: MemoryStore, n: int) -> PinnedSlot:
+def reserve(store: MemoryBlocks, n: int) -> PinnedSlot:
     slot = store.reserve(key(n), None, SIZE)
     assert isinstance(slot, PinnedSlot)
     return slot
 
 
-def test_generation_is_odd_while_slot_is_written(store: MemoryStore) -> None:
+def test_generation_is_odd_while_slot_is_written(store: MemoryBlocks) -> None:
     seen = set()
     for n in range(6):
         slot = reserve(store, n)
@@ -64,7 +66,7 @@ def test_generation_is_odd_while_slot_is_written(store: MemoryStore) -> None:
 
 
 def test_generation_changes_when_slot_size_of_slab_changes(
-    store: MemoryStore,
+    store: MemoryBlocks,
 ) -> None:
     """Only the first page of a block is asked for its generation, and what was lent earlier may
     have begun at any other."""
@@ -84,17 +86,17 @@ def test_generation_changes_when_slot_size_of_slab_changes(
 
 
 def test_put_block_is_unreadable_until_copy_has_ended(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    store: MemoryBlocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copying, go_on = threading.Event(), threading.Event()
-    really_copy = memory_module.copy_and_hash
+    really_copy = memory_blocks.copy_and_hash
 
-    def slow_copy(into: list[memoryview], sources: list[memoryview], threads: int) -> list[int]:
+    def slow_copy(into: list[memoryview], sources: list[memoryview]) -> list[int]:
         copying.set()
         assert go_on.wait(30)
-        return really_copy(into, sources, threads)
+        return really_copy(into, sources)
 
-    monkeypatch.setattr(memory_module, "copy_and_hash", slow_copy)
+    monkeypatch.setattr(memory_blocks, "copy_and_hash", slow_copy)
     writer = threading.Thread(target=store.put, args=([item(1)],))
     writer.start()
     try:
@@ -109,7 +111,7 @@ def test_put_block_is_unreadable_until_copy_has_ended(
     assert store.contains([key(1)]) == [True]
 
 
-def test_delete_while_block_is_written_keeps_it_out(store: MemoryStore) -> None:
+def test_delete_while_block_is_written_keeps_it_out(store: MemoryBlocks) -> None:
     slot = reserve(store, 1)
     assert store.delete([key(1)]) == 0  # nobody could read it
     assert store.seal([slot]) == [PutResult.DROPPED]
@@ -117,11 +119,11 @@ def test_delete_while_block_is_written_keeps_it_out(store: MemoryStore) -> None:
     assert store.usage().used_bytes == 0
 
 
-def test_fill_with_failing_copy_frees_its_slots(store: MemoryStore) -> None:
+def test_fill_with_failing_copy_frees_its_slots(store: MemoryBlocks) -> None:
     slots = store.reserve_chain([(key(n), None, SIZE) for n in range(3)])
     wrong = [item(0), item(1, size=SIZE - 1), item(2)]
     with pytest.raises(NativeError):
-        store.fill(slots, wrong)
+        fill(store, slots, wrong)
     assert store.usage().used_bytes == 0
     assert [store.lookup(key(n)) for n in range(3)] == [Lookup.MISS] * 3
     assert store.put([item(n) for n in range(3)]) == [PutResult.STORED] * 3
@@ -134,7 +136,7 @@ def test_reserve_chain_that_fails_half_way_frees_its_slots(dropped: list[int]) -
     def fail(block: bytes) -> bool:
         raise OSError("as if")
 
-    store = MemoryStore(MIB, may_evict=fail)
+    store = MemoryBlocks(MIB, may_evict=fail)
     slab = MIB // 32
     assert store.put([item(n, size=slab) for n in range(10, 41)]) == [PutResult.STORED] * 31
     before = store.usage()
@@ -147,7 +149,7 @@ def test_reserve_chain_that_fails_half_way_frees_its_slots(dropped: list[int]) -
     store.close()
 
 
-def test_put_blocks_of_all_kinds_in_one_batch(store: MemoryStore) -> None:
+def test_put_blocks_of_all_kinds_in_one_batch(store: MemoryBlocks) -> None:
     other = StoreKey(b"\1" * 16 + bytes(8))
     assert store.put([item(2)]) == [PutResult.STORED]
     store.turn_away([key(5)])
@@ -188,7 +190,7 @@ def test_put_blocks_of_all_kinds_in_one_batch(store: MemoryStore) -> None:
     ]
 
 
-def test_put_drops_successors_of_a_dropped_block(store: MemoryStore) -> None:
+def test_put_drops_successors_of_a_dropped_block(store: MemoryBlocks) -> None:
     """Also when there is room again, because no lookup could reach it without its head."""
     store.turn_away([key(1)])
     assert store.put([item(2, parent=1), item(3, parent=2)]) == [PutResult.DROPPED] * 2
@@ -198,7 +200,7 @@ def test_put_drops_successors_of_a_dropped_block(store: MemoryStore) -> None:
     assert store.put([item(1), item(2, parent=1)]) == [PutResult.STORED] * 2
 
 
-def test_seal_publishes_the_bytes_of_the_writer(store: MemoryStore) -> None:
+def test_seal_publishes_the_bytes_of_the_writer(store: MemoryBlocks) -> None:
     slots = [reserve(store, n) for n in range(3)]
     for n, slot in enumerate(slots):
         slot.view[:] = bytes([n]) * SIZE
@@ -210,7 +212,7 @@ def test_seal_publishes_the_bytes_of_the_writer(store: MemoryStore) -> None:
     store.let_go(block for block in held if block is not None)
 
 
-def test_seal_error_with_one_block_spares_the_others(store: MemoryStore) -> None:
+def test_seal_error_with_one_block_spares_the_others(store: MemoryBlocks) -> None:
     slots = [reserve(store, n) for n in range(3)]
     store.abort(slots[1])
     assert store.seal(slots) == [PutResult.STORED, PutResult.FAILED, PutResult.STORED]
@@ -218,13 +220,13 @@ def test_seal_error_with_one_block_spares_the_others(store: MemoryStore) -> None
     slots = [reserve(store, n) for n in range(3, 6)]
     store.abort(slots[1])
     damaged = [item(n)._replace(checksum=0) for n in range(3, 6)]
-    assert store.fill(slots, damaged) == [PutResult.FAILED] * 3
+    assert fill(store, slots, damaged) == [PutResult.FAILED] * 3
     assert [store.lookup(key(n)) for n in range(3, 6)] == [Lookup.MISS] * 3
     store.check()
 
 
 def test_seal_with_failing_hash_frees_its_slots(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    store: MemoryBlocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: object, **options: object) -> list[int]:
         raise MemoryError
@@ -245,7 +247,7 @@ class Full:
 
     def __init__(self, *first: PutItem) -> None:
         self.left: list[bytes] = []
-        self.store = MemoryStore(128 * SIZE, on_evict=lambda name, _: self.left.append(name))
+        self.store = MemoryBlocks(128 * SIZE, on_evict=lambda name, _: self.left.append(name))
         fillers = [item(1000 + n) for n in range(128 - len(first))]
         assert set(self.store.put([*first, *fillers])) == {PutResult.STORED}
         assert not self.left
@@ -290,7 +292,7 @@ def test_reserve_chain_searches_room_once_per_kind(eviction: str) -> None:
         asked.append(name)
         return False
 
-    store = MemoryStore(MIB, eviction, may_evict=refuse)
+    store = MemoryBlocks(MIB, eviction, may_evict=refuse)
     count = MIB // SIZE
     assert store.put([item(n) for n in range(count)]) == [PutResult.STORED] * count
     new = [item(count + n) for n in range(50)]  # unrelated: none follows another

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.stores.memory_blocks import MemoryBlocks
 from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
-from vllm_tiered_kv.stores.memory import MemoryStore
 from vllm_tiered_kv.stores.namespaces import QuotaOf, no_quota
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
@@ -18,7 +18,7 @@ CAPACITY = 32 * MIB
 SIZE = 128 << 10  # smaller blocks fill the index of an SSD before its space
 LARGE = b"large".ljust(16)
 
-Store = MemoryStore | SsdStore
+Store = MemoryBlocks | SsdStore
 Open = Callable[[QuotaOf], Store]
 
 
@@ -56,7 +56,7 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]
 
     def make(quota_of: QuotaOf) -> Store:
         if request.param == "memory":
-            stores.append(MemoryStore(CAPACITY, quota_of=quota_of))
+            stores.append(MemoryBlocks(CAPACITY, quota_of=quota_of))
         else:
             stores.append(SsdStore(tmp_path / "ssd", CAPACITY, io_threads=2, quota_of=quota_of))
         return stores[-1]
@@ -73,7 +73,7 @@ def test_namespaces_that_come_and_go_use_bounded_classes(
 ) -> None:
     store = open_store(quota_of)
     geometry = store._index.geometry
-    for _ in range(5000 if isinstance(store, MemoryStore) else 500):  # a disk syncs for each
+    for _ in range(5000 if isinstance(store, MemoryBlocks) else 500):  # a disk syncs for each
         assert put(store, key(os.urandom(16)), 4096) is PutResult.STORED
     assert len(geometry.slot_bytes) <= geometry.num_slabs + 1
     assert len(store._index._classes) <= geometry.num_slabs + 1

@@ -267,11 +267,11 @@ DAEMON = (
     Mutation(
         "memory-readable-before-it-is-copied",
         "stores/memory.py",
-        "            checksums = copy_and_hash(",
-        "            for slot in slots:\n"
-        "                if not isinstance(slot, PutResult):\n"
-        "                    self._readable[slot.key] = slot\n"
-        "            checksums = copy_and_hash(",
+        "                    slots += found\n",
+        "                    slots += found\n"
+        "                    for slot in slots:\n"
+        "                        if not isinstance(slot, PutResult):\n"
+        "                            self._readable[slot.key] = slot\n",
         "a reader sees a block that is half there",
         _MEMORY_STORE,
     ),

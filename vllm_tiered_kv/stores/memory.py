@@ -1,7 +1,7 @@
 """The memory tier of the daemon: blocks in shared memory.
 
-As a BlockStore it copies blocks in and out. The daemon uses the zero-copy interface: `hold` pins
-blocks in place, `reserve` hands out a slot to fill, and `commit` or `abort` ends the reservation.
+Nothing is copied in or out here: `hold` pins blocks in place, `reserve` hands out a slot to fill,
+and `commit` or `abort` ends the reservation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from vllm_tiered_kv.cache.index import NOWHERE, BlockIndex
 from vllm_tiered_kv.core.arena_geometry import SlabGeometry, default_slab
 from vllm_tiered_kv.core.store import (
     NAMESPACE_BYTES,
-    Durability,
     PutItem,
     PutResult,
     StoreKey,
@@ -29,7 +28,7 @@ from vllm_tiered_kv.core.store import (
 )
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
-from vllm_tiered_kv.native.cpu import copy_and_hash, copy_bytes, hash_buffers
+from vllm_tiered_kv.native.cpu import hash_buffers
 from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.stores.namespaces import (
     NamespaceUsage,
@@ -94,7 +93,7 @@ def split_by_kind(blocks: list[NewBlock]) -> list[list[NewBlock]]:
 
 
 class MemoryStore:
-    """A BlockStore with an exact capacity, in memory that other processes can map.
+    """Holds blocks by key with an exact capacity, in memory that other processes can map.
 
     The daemon owns one. All calls may be made from any thread.
     """
@@ -127,36 +126,9 @@ class MemoryStore:
         self._too_large: set[int] = set()  # lengths of blocks that were logged
         self._closed = False
 
-    # ---- BlockStore -----------------------------------------------------------------------------
-
-    def match(self, keys: Sequence[StoreKey]) -> int:
-        with self._lock:
-            count = self._index.match_prefix(keys)
-            self._index.touch(keys[:count])
-            return count
-
     def contains(self, keys: Sequence[StoreKey]) -> list[bool]:
         with self._lock:
             return [key in self._readable for key in keys]
-
-    def get(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[bool]:
-        found = []
-        held = self.hold(keys)
-        try:
-            for block, buffer in zip(held, into, strict=True):
-                fits = block is not None and block.nbytes == buffer.nbytes
-                if block is not None and fits:
-                    copy_bytes(buffer, block.view)
-                found.append(fits)
-        finally:
-            self.let_go([block for block in held if block is not None])
-        return found
-
-    def put(
-        self, items: Sequence[PutItem], durability: Durability = Durability.MEMORY
-    ) -> list[PutResult]:
-        slots = self.reserve_chain([(item.key, item.parent, item.payload.nbytes) for item in items])
-        return self.fill(slots, items)
 
     def delete(self, keys: Sequence[StoreKey]) -> int:
         with self._lock:
@@ -170,9 +142,6 @@ class MemoryStore:
         with self._lock:
             keys = list(self._readable)
         return [key for key in keys if namespace_of(key) == namespace]
-
-    def flush(self) -> bool:
-        return True  # memory does not outlive the process; there is nothing to flush
 
     def usage(self) -> StoreUsage:
         with self._lock:
@@ -384,16 +353,6 @@ class MemoryStore:
                     self._dropped[key] = None
             while len(self._dropped) > _REMEMBERED_DROPS:
                 self._dropped.popitem(last=False)
-
-    def fill(
-        self, slots: Sequence[PinnedSlot | PutResult], items: Sequence[PutItem]
-    ) -> list[PutResult]:
-        """Copies blocks into their slots, verifies them and ends the reservations. Items without a
-        slot keep the reason in `slots` as their result."""
-        into, sources = self.copies(slots, items)
-        with self.giving_back(slots):
-            checksums = copy_and_hash(into, sources, threads=_AUTO_THREADS)
-        return self.filled(slots, items, checksums)
 
     @staticmethod
     def copies(
