@@ -19,6 +19,7 @@ from vllm_tiered_kv.wire.messages import (
     DELETE_NAMESPACE_CAPABILITY,
     Hello,
     HelloReply,
+    Limits,
 )
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,8 @@ class Admission:
                 raise ProtocolError(
                     ErrorCode.NO_ARENA, "no process is attached with this token; attach again"
                 )
-        read_only = self._clients is not None and self._clients.is_read_only(user)
+        # Local processes have no key; the permissions of the socket file admit them.
+        read_only = self._clients is not None and self._clients.get(user, False)
         session = Session(
             peer=peer,
             client=hello.client,
@@ -91,5 +93,5 @@ class Admission:
             capabilities=self._capabilities,
             instance=self._instance,
             session=session.session_id,
-            limits=self._limits.announced(),
+            limits=Limits(message_bytes=self._limits.message),
         )

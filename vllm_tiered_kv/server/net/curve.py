@@ -34,21 +34,8 @@ class ServerKeys:
     secret: bytes
 
 
-class Clients:
-    """The clients that may connect, by public key."""
-
-    def __init__(self, read_only_by_key: dict[str, bool]) -> None:
-        self._read_only = read_only_by_key
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._read_only
-
-    def __len__(self) -> int:
-        return len(self._read_only)
-
-    def is_read_only(self, key: str) -> bool:
-        """Local processes have no key; the permissions of the socket file admit them."""
-        return self._read_only.get(key, False)
+Clients = dict[str, bool]
+"""The clients that may connect: public key -> whether it may only read."""
 
 
 def load_server_keys(path: str) -> ServerKeys:
@@ -65,7 +52,7 @@ def load_server_keys(path: str) -> ServerKeys:
 def load_clients(path: str) -> Clients:
     """Reads a folder of `.key` files, or a file with one key per line."""
     where = Path(path)
-    read_only: dict[str, bool] = {}
+    read_only: Clients = {}
     if where.is_dir():
         for file in sorted(where.glob("*.key")):
             text = _text_of("clients", str(file))
@@ -87,7 +74,7 @@ def load_clients(path: str) -> Clients:
             read_only[words[0]] = len(words) > 1
     if not read_only:
         raise ConfigError("clients", f"{path} contains no client key, so nobody could connect")
-    return Clients(read_only)
+    return read_only
 
 
 def write_key_pair(folder: Path, name: str, read_only: bool) -> tuple[Path, Path]:

@@ -16,7 +16,6 @@ from vllm_tiered_kv.device.shared_arena import PAGE
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.wire.limits import MAX_HEADER_BYTES
-from vllm_tiered_kv.wire.messages import Limits
 
 _MESSAGE_BYTES = 64 << 20
 
@@ -70,6 +69,3 @@ class ClientLimits:
     def requests_per_client(self) -> int:
         """Network memory that the requests in flight of one client may use."""
         return self.network // 8
-
-    def announced(self) -> Limits:
-        return Limits(message_bytes=self.message)
