@@ -380,7 +380,7 @@ def test_step_of_vllm_may_ask_whether_redis_is_up() -> None:
         nodes = cast(RedisStore, store._store).nodes
         nodes._owners = _Unwalked(nodes._owners or [])
         assert store.is_up
-        assert len(nodes.masters()) == 1
+        assert len(nodes.masters) == 1
 
 
 def test_refused_password_is_logged_once_and_never_shown(

@@ -157,7 +157,7 @@ def test_block_is_received_straight_into_its_buffer(
     key, into = store_key("a"), np.zeros(4 * MIB, np.uint8)
     store.put([item(key, into.nbytes)])
     monkeypatch.setattr(_Receiving, "received", [])
-    (node,) = store.nodes.masters()
+    (node,) = store.nodes.masters
     for connection in node._idle:
         connection._socket = _Receiving(fileno=connection._socket.detach())
     assert store.get([key], [memoryview(into.data)]) == [True]
@@ -551,7 +551,7 @@ def test_lost_primary_costs_its_share_until_its_replica_serves(
     cluster.flush()
     store = open_redis(cluster.url, 1.0)
     assert store.nodes.is_cluster
-    assert len(store.nodes.masters()) == 3
+    assert len(store.nodes.masters) == 3
     keys = chain_keys("a", 90)
     eventually(lambda: set(store.put(chain_items(keys))) <= KEPT)
     victim = cluster.primaries()[-1]
@@ -575,7 +575,7 @@ def test_lost_primary_costs_its_share_until_its_replica_serves(
     assert traffic.failed
     assert traffic.slowest_s < LATE_S
     assert f"cannot reach Redis at {victim.address}" in caplog.text
-    assert len(store.nodes.masters()) == 3
+    assert len(store.nodes.masters) == 3
     store.close()
 
 

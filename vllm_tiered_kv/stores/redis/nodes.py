@@ -167,13 +167,9 @@ class _Session:
     def __init__(self, node: Node, deadline: float) -> None:
         self.node = node
         self._deadline = deadline
-        self._connection: RespConnection | None = None
+        self.connection: RespConnection | None = None
         self._attempt = node.breaker.begin()
         self.is_up = self._attempt is not None
-
-    @property
-    def connection(self) -> RespConnection | None:
-        return self._connection
 
     def run(self, work: Callable[[RespConnection], None], has_waited: bool = False) -> None:
         """`has_waited`: the server had the time of the whole call, so a timeout is its fault."""
@@ -181,9 +177,9 @@ class _Session:
             return
         had_time = has_waited or self._deadline - time.monotonic() > _MIN_FAIR_S
         try:
-            if self._connection is None:
-                self._connection = self.node.take(self._deadline)
-            work(self._connection)
+            if self.connection is None:
+                self.connection = self.node.take(self._deadline)
+            work(self.connection)
         except RefusedError as error:
             self.node.refusal = str(error)
             self.node.breaker.refuse(self._attempt, str(error))
@@ -198,9 +194,9 @@ class _Session:
             raise
 
     def _break_off(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
         self.is_up = False
         if self._attempt is not None:
             self.node.breaker.forget(self._attempt)  # no effect after a result
@@ -212,8 +208,8 @@ class _Session:
             return
         self.node.refusal = ""
         self.node.breaker.succeed(self._attempt)
-        if self._connection is not None:
-            self.node.give_back(self._connection)
+        if self.connection is not None:
+            self.node.give_back(self.connection)
 
 
 @dataclass(slots=True)
@@ -244,7 +240,7 @@ class Nodes:
         self._seeds = list(settings.addresses)
         self._nodes: dict[Address, Node] = {}
         self._owners: list[Node | None] | None = None  # by slot; None: nothing is known yet
-        self._masters: list[Node] = []  # a walk over all slots takes too long for a step of vLLM
+        self.masters: list[Node] = []  # a walk over all slots takes too long for a step of vLLM
         self.is_cluster = False
         self._is_closed = False
 
@@ -256,8 +252,7 @@ class Nodes:
     @property
     def is_absent(self) -> bool:
         """Whether no server can be asked now."""
-        masters = self.masters()
-        return not masters or all(n.breaker.state is not BreakerState.CLOSED for n in masters)
+        return all(n.breaker.state is not BreakerState.CLOSED for n in self.masters)
 
     @property
     def refusal(self) -> str:
@@ -265,9 +260,6 @@ class Nodes:
         with self._lock:
             refusals = [f"{n.address}: {n.refusal}" for n in self._nodes.values() if n.refusal]
         return refusals[0] if refusals else ""
-
-    def masters(self) -> list[Node]:
-        return list(self._masters)
 
     def close(self) -> None:
         with self._lock:
@@ -393,7 +385,7 @@ class Nodes:
         return True
 
     def _set_owners(self, owners: list[Node | None]) -> None:
-        self._masters = list(dict.fromkeys(node for node in owners if node is not None))
+        self.masters = list(dict.fromkeys(node for node in owners if node is not None))
         self._owners = owners
 
     def _follow(self, request: Request) -> None:
@@ -402,8 +394,8 @@ class Nodes:
         host, _, port = words[-1].rpartition(":") if words else ("", "", "")
         if len(words) == 3 and words[0] == "MOVED" and host and port.isdigit() and self._owners:
             node = self._owners[request.slot] = self._node(Address(host, int(port)))
-            if node not in self._masters:
-                self._masters = [*self._masters, node]
+            if node not in self.masters:
+                self.masters = [*self.masters, node]
 
 
 def _take_window(left: deque[Request]) -> list[Request]:

@@ -310,7 +310,7 @@ class RedisStore(NetworkStore):
     def _ask_usage(self, deadline: float) -> StoreUsage:
         blocks = used = capacity = 0
         is_limited = True
-        for node in self.nodes.masters():
+        for node in self.nodes.masters:
             keys = self.nodes.ask(node, encode(b"DBSIZE"), deadline)
             memory = self.nodes.ask(node, encode(b"INFO", b"memory"), deadline)
             blocks += keys if isinstance(keys, int) else 0
