@@ -35,7 +35,7 @@ from vllm_tiered_kv.stores.block_format import (
     is_key,
 )
 from vllm_tiered_kv.stores.io_threads import IoThreads
-from vllm_tiered_kv.stores.network_store import Interval
+from vllm_tiered_kv.stores.network_store import Interval, count_leading
 from vllm_tiered_kv.stores.shared_dir.block_files import BlockFiles, ReadBlock, Removal
 from vllm_tiered_kv.stores.shared_dir.counters import Event, EventCounts, UsageTracker
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps, is_absent
@@ -169,15 +169,7 @@ class SharedDirStore:
     # ---- lookups --------------------------------------------------------------------------------
 
     def match(self, keys: Sequence[StoreKey]) -> int:
-        count = 0
-        keys = [] if self._closed else keys
-        window = _KEYS_PER_TASK * self.settings.threads
-        for start in range(0, len(keys), window):
-            for present in self.contains(keys[start : start + window]):
-                if not present:
-                    return count
-                count += 1
-        return count
+        return count_leading(keys, self.contains)
 
     def contains(self, keys: Sequence[StoreKey]) -> list[bool]:
         if self._closed:
