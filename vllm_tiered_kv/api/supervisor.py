@@ -10,7 +10,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -320,7 +319,3 @@ def _require_free(program: Program) -> None:
             f"{program.name} cannot listen on {host}:{port}: {error.strerror}; stop what uses it, "
             "or choose another address"
         ) from None
-
-
-def standard_screen() -> Screen:
-    return Screen(sys.stdout.fileno(), sys.stderr.fileno())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 import textwrap
 from pathlib import Path
 
 from vllm_tiered_kv.api import arguments
 from vllm_tiered_kv.api.deployment import Deployment, Program, schema
-from vllm_tiered_kv.api.supervisor import Supervisor, standard_screen
+from vllm_tiered_kv.api.supervisor import Screen, Supervisor
 
 _UP = """\
 Starts what one file describes: a cache daemon, then model servers that use it. Waits for each until
@@ -83,7 +84,7 @@ def _up(given: argparse.Namespace) -> int:
             print(f"# {program.name}, ready when {program.health_url} answers")
             print(as_shell(program))
         return 0
-    return Supervisor(deployment, standard_screen()).run()
+    return Supervisor(deployment, Screen(sys.stdout.fileno(), sys.stderr.fileno())).run()
 
 
 def as_shell(program: Program) -> str:

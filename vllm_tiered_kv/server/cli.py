@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -168,8 +168,7 @@ def _collect_garbage_rarely() -> None:
     gc.set_threshold(_GC_THRESHOLD)
 
 
-def _stop_on_signals(stop: object) -> None:
-    assert callable(stop)
+def _stop_on_signals(stop: Callable[[], None]) -> None:
     seen = False
 
     def handle(number: int, frame: FrameType | None) -> None:

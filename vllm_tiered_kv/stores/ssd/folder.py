@@ -89,17 +89,13 @@ def read_superblock(folder: Path) -> Superblock | None:
 
 
 def write_superblock(folder: Path, superblock: Superblock, disk: OsDisk) -> None:
-    publish(folder, FORMAT, superblock.encode(), disk)
-
-
-def publish(folder: Path, name: str, contents: bytes, disk: OsDisk) -> None:
-    """Creates or replaces a file atomically and durably."""
-    temporary = folder / (name + TEMPORARY)
+    """Creates the file atomically and durably."""
+    temporary = folder / (FORMAT + TEMPORARY)
     fd = disk.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
-        write_all(disk, fd, memoryview(contents), 0)
+        write_all(disk, fd, memoryview(superblock.encode()), 0)
         disk.sync(fd)
     finally:
         disk.close(fd)
-    disk.rename(temporary, folder / name)
+    disk.rename(temporary, folder / FORMAT)
     disk.sync_folder(folder)
