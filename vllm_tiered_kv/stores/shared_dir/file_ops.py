@@ -68,18 +68,9 @@ class FileOps:
 
     def syncfs(self, fd: int) -> None:
         """Writes back all data of the file system that contains `fd`."""
-        if _libc_syncfs(fd) != 0:
+        if ctypes.CDLL(None, use_errno=True).syncfs(ctypes.c_int(fd)):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
-
-
-def _libc_syncfs(fd: int) -> int:
-    try:
-        call = ctypes.CDLL(None, use_errno=True).syncfs
-    except (OSError, AttributeError):  # not glibc on Linux
-        os.sync()
-        return 0
-    return int(call(ctypes.c_int(fd)))
 
 
 def advance(parts: Sequence[memoryview], count: int) -> list[memoryview]:
