@@ -43,12 +43,13 @@ def test_header_round_trip(key: bytes, parent: bytes | None, nbytes: int, checks
     header = BlockHeader(StoreKey(key), parent and StoreKey(parent), nbytes, checksum)
     data = encode_header(header)
     assert len(data) == HEADER_BYTES
-    assert decode_header(data) == header
+    assert decode_header(data, header.key) == header
+    assert decode_header(data, StoreKey(key + b"?")) is None
 
 
-@given(st.binary(max_size=600))
-def test_decode_header_rejects_random_bytes(data: bytes) -> None:
-    assert decode_header(data) is None
+@given(st.binary(max_size=600), keys_of_any_length)
+def test_decode_header_rejects_random_bytes(data: bytes, key: bytes) -> None:
+    assert decode_header(data, StoreKey(key)) is None
 
 
 def test_block_file_follows_the_documented_format(tmp_path: Path) -> None:

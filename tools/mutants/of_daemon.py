@@ -357,11 +357,11 @@ DAEMON = (
         _DIR,
     ),
     Mutation(
-        "dir-file-of-another-key",
-        "stores/shared_dir/block_files.py",
-        "header is None or header.key != key or header.file_bytes != file_bytes",
-        "header is None or header.file_bytes != file_bytes",
-        "a renamed or copied file is served as another block",
+        "block-of-another-key",
+        "stores/block_format.py",
+        "    if key[:key_bytes] != wanted:\n",
+        "    if not key:\n",
+        "a file or value that was copied to another name is served as the block of that name",
         _DIR,
     ),
     Mutation(
@@ -396,14 +396,6 @@ DAEMON = (
         "self.is_whole = xxh3_64(self.into) == self._header.payload_checksum",
         "self.is_whole = True",
         "a damaged block in Redis is read as if it were whole",
-        _REDIS,
-    ),
-    Mutation(
-        "redis-value-of-another-key-read",
-        "stores/redis/store.py",
-        "return header if header is not None and header.key == key else None",
-        "return header",
-        "a value that was copied to another key is read as the block of that key",
         _REDIS,
     ),
     Mutation(

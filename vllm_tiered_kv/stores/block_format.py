@@ -81,8 +81,9 @@ def encode_header(header: BlockHeader) -> bytes:
     return fields + _CHECKSUM.pack(xxh3_64(fields))
 
 
-def decode_header(data: bytes | bytearray) -> BlockHeader | None:
-    """Returns the header, or None if the bytes are not a valid header of this version."""
+def decode_header(data: bytes | bytearray, wanted: StoreKey) -> BlockHeader | None:
+    """Returns the header, or None if the bytes are not a valid header of this version, or that of
+    another block than wanted."""
     if len(data) != HEADER_BYTES:
         return None
     fields = bytes(data[: _FIELDS.size])
@@ -95,8 +96,10 @@ def decode_header(data: bytes | bytearray) -> BlockHeader | None:
         return None
     if not 1 <= key_bytes <= MAX_KEY_BYTES or parent_bytes > MAX_KEY_BYTES:
         return None
+    if key[:key_bytes] != wanted:
+        return None
     return BlockHeader(
-        StoreKey(key[:key_bytes]),
+        wanted,
         StoreKey(parent[:parent_bytes]) if parent_bytes else None,
         length,
         checksum,

@@ -370,8 +370,7 @@ class _HeaderPage:
 
     def header(self, n: int, key: StoreKey) -> BlockHeader | None:
         """The header that was read, if it is that of this block."""
-        header = decode_header(self._memory[n * HEADER_BYTES : (n + 1) * HEADER_BYTES])
-        return header if header is not None and header.key == key else None
+        return decode_header(self._memory[n * HEADER_BYTES : (n + 1) * HEADER_BYTES], key)
 
     def parts(self, n: int, payload: memoryview) -> list[tuple[int, int]]:
         """Where the parts of a value are, with their lengths."""

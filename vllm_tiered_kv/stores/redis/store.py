@@ -152,7 +152,10 @@ class RedisStore(NetworkStore):
             self._request(key, encode(b"GETRANGE", self._name(key), b"0", last)) for key in keys
         ]
         self._exchange(heads, deadline)
-        headers = [_header_of(key, head.reply) for key, head in zip(keys, heads, strict=True)]
+        headers = [
+            decode_header(head.reply, key) if isinstance(head.reply, bytes) else None
+            for key, head in zip(keys, heads, strict=True)
+        ]
         parts: dict[int, Request] = {}
         for n, (key, header) in enumerate(zip(keys, headers, strict=True)):
             if header is not None and (names := self._part_names(key, header.payload_bytes)):
@@ -391,7 +394,7 @@ class _Read:
             head = memoryview(bytearray(min(nbytes, HEADER_BYTES)))
             connection.read_into(head)
             nbytes -= len(head)
-            header = _header_of(self.key, bytes(head))
+            header = decode_header(bytes(head), self.key)
             if header is None or nbytes != min(header.payload_bytes, PART_BYTES):
                 self.is_damaged = True
             elif header.payload_bytes == len(self.into):  # otherwise a plain miss
@@ -420,11 +423,6 @@ def _read_length(name: bytes) -> bytes:
 
 def _parts_of(payload_bytes: int) -> int:
     return max(1, -(-payload_bytes // PART_BYTES))
-
-
-def _header_of(key: StoreKey, reply: Reply) -> BlockHeader | None:
-    header = decode_header(reply) if isinstance(reply, bytes) else None
-    return header if header is not None and header.key == key else None
 
 
 def _is_usable(request: Request) -> bool:

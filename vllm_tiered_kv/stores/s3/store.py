@@ -122,10 +122,9 @@ class S3Store(NetworkStore):
             found = await obstore.get_async(
                 self._bucket, name, options={"range": (0, HEADER_BYTES)}
             )
-            header = decode_header(bytes(await found.bytes_async()))
-            if header is None or header.key != key or header.file_bytes != found.meta["size"]:
-                return None
-            return header
+            header = decode_header(bytes(await found.bytes_async()), key)
+            is_whole = header is not None and header.file_bytes == found.meta["size"]
+            return header if is_whole else None
 
         if self._closed:
             return [(None, False)] * len(keys)
@@ -156,8 +155,8 @@ class S3Store(NetworkStore):
             if found.meta["size"] != HEADER_BYTES + len(buffer):
                 return None
             content = memoryview(await found.bytes_async())
-            header = decode_header(bytes(content[:HEADER_BYTES]))
-            if header is None or header.key != key or header.payload_bytes != len(buffer):
+            header = decode_header(bytes(content[:HEADER_BYTES]), key)
+            if header is None or header.payload_bytes != len(buffer):
                 return False
             return copy_and_hash([buffer], [content[HEADER_BYTES:]]) == [header.payload_checksum]
 

@@ -178,8 +178,8 @@ class BlockFiles:
             parts.append(into)
         if not self._fill(fd, parts):
             return None, _Verdict.DAMAGED
-        header = decode_header(head)
-        if header is None or header.key != key or header.file_bytes != file_bytes:
+        header = decode_header(head, key)
+        if header is None or header.file_bytes != file_bytes:
             return None, _Verdict.DAMAGED
         if into is None:
             return header, _Verdict.VALID
