@@ -89,39 +89,40 @@ class Handlers:
         self._network = network
         self.transfers = Transfers(reactor, store, outbox, limits.message)
         self._pins = pins
-        self._info = info
         self._stats = stats
         self.put_bytes = 0  # payloads received and not yet copied
-        self._by_type: dict[type, Callable[[Call, Any, Sequence[memoryview]], None]] = {
+        self._by_type: dict[type, Callable[[Call, Any], None]] = {
             Match: self._match,
             Contains: self._contains,
             Get: self._get,
-            Put: self._put,
             Delete: self._delete,
             DeleteNamespace: self._delete_namespace,
             Flush: self._flush,
-            Info: lambda call, request, payload: call.reply(InfoReply(self._info())),
+            Info: lambda call, request: call.reply(InfoReply(info())),
             Stats: self._report,
-            Pin: lambda call, request, payload: pins.pin(call, request),
-            Claim: lambda call, request, payload: claims.claim(call, request),
-            Lend: lambda call, request, payload: arena.lend(call, request),
-            Borrow: lambda call, request, payload: arena.borrow(call, request),
-            Release: lambda call, request, payload: arena.release(call, request),
-            Reserve: lambda call, request, payload: arena.reserve(call, request),
-            Seal: lambda call, request, payload: arena.seal(call, request),
+            Pin: pins.pin,
+            Claim: claims.claim,
+            Lend: arena.lend,
+            Borrow: arena.borrow,
+            Release: arena.release,
+            Reserve: arena.reserve,
+            Seal: arena.seal,
         }
 
     def serve(self, call: Call, request: Request, payload: Sequence[memoryview]) -> None:
         """Answers now or later, and exactly once, whatever happens."""
         try:
-            self._by_type[type(request)](call, request, payload)
+            if isinstance(request, Put):
+                self._put(call, request, payload)
+            else:
+                self._by_type[type(request)](call, request)
         except ProtocolError as error:
             call.fail(error)
         except Exception:
             logger.exception("a %s request failed", request.op)
             call.fail_internally()
 
-    def _match(self, call: Call, request: Match, payload: Sequence[memoryview]) -> None:
+    def _match(self, call: Call, request: Match) -> None:
         session = call.session
         suffix = len(request.suffixes[0]) if request.suffixes else 0
         session.require_width(request.width + suffix)
@@ -140,7 +141,7 @@ class Handlers:
             lambda located: self._reactor.run_on_loop(lambda: found(located)),
         )
 
-    def _contains(self, call: Call, request: Contains, payload: Sequence[memoryview]) -> None:
+    def _contains(self, call: Call, request: Contains) -> None:
         def found(tiers: list[Tier | None]) -> None:
             call.reply_from_thread(
                 lambda: ContainsReply(bytes(_TIER_CODES[tier] for tier in tiers))
@@ -148,7 +149,7 @@ class Handlers:
 
         self._store.lookups.contains(call.session.keys(request.width, request.keys), found)
 
-    def _get(self, call: Call, request: Get, payload: Sequence[memoryview]) -> None:
+    def _get(self, call: Call, request: Get) -> None:
         keys = call.session.keys(request.width, request.keys)
         self.transfers.start(call, keys, request.stream)
 
@@ -198,27 +199,25 @@ class Handlers:
 
         self._store.put(items, request.durability, done, copied)
 
-    def _report(self, call: Call, request: Stats, payload: Sequence[memoryview]) -> None:
+    def _report(self, call: Call, request: Stats) -> None:
         self.transfers.count_hits()
         call.reply(StatsReply(self._stats()))
 
-    def _delete(self, call: Call, request: Delete, payload: Sequence[memoryview]) -> None:
+    def _delete(self, call: Call, request: Delete) -> None:
         call.session.require_writer()
         keys = call.session.keys(request.width, request.keys)
         self._store.delete(
             keys, lambda count: call.reply_from_thread(lambda: DeleteReply(_deleted(count)))
         )
 
-    def _delete_namespace(
-        self, call: Call, request: DeleteNamespace, payload: Sequence[memoryview]
-    ) -> None:
+    def _delete_namespace(self, call: Call, request: DeleteNamespace) -> None:
         call.session.require_writer()
         self._store.delete_namespace(
             request.namespace,
             lambda count: call.reply_from_thread(lambda: DeleteNamespaceReply(_deleted(count))),
         )
 
-    def _flush(self, call: Call, request: Flush, payload: Sequence[memoryview]) -> None:
+    def _flush(self, call: Call, request: Flush) -> None:
         def done(failed: list[str]) -> None:
             def answer() -> FlushReply:
                 if failed:

@@ -86,7 +86,7 @@ class Committer:
         # Cycles whose blocks were lost; the success of a later cycle does not restore them.
         self._failed: deque[int] = deque(maxlen=_REMEMBERED_FAILURES)
         self._in_cycle = False  # a cycle is running, and its records are chosen
-        self._releasing = False  # the running cycle has slots to release
+        self.is_releasing = False  # the running cycle has slots to release
         self._urgent = False
         self._sync_all = False  # the next cycle syncs, regardless of the policy
         self._rewrite = False
@@ -103,10 +103,6 @@ class Committer:
     @property
     def is_writable(self) -> bool:
         return not self._broken and not self._stopped
-
-    @property
-    def is_releasing(self) -> bool:
-        return self._releasing
 
     def append(self, record: bytes, written: int | None = None) -> int:
         """Queues a record and returns the cycle that makes it durable. `written` is the slot of a
@@ -146,7 +142,7 @@ class Committer:
 
     def wait_release(self) -> bool:
         """Waits until the slots now in quarantine are released; returns False if that failed."""
-        return self.wait(self._next - 1 if self._releasing else self._next)
+        return self.wait(self._next - 1 if self.is_releasing else self._next)
 
     def flush(self) -> bool:
         """Syncs everything, regardless of the policy. Also returns False if blocks stored since the
@@ -208,7 +204,7 @@ class Committer:
         sync_all, self._sync_all = self._sync_all, False
         self._urgent = False
         quarantined = self._index.take_quarantined()
-        self._releasing = bool(quarantined)
+        self.is_releasing = bool(quarantined)
         rewrite = self.is_rewriting = self._should_rewrite(len(batch))
         records: Records = put_records(self._index.rows(MAX_KEY_BYTES)) if rewrite else batch
         sync_data = sync_all or rewrite or (self._group and bool(self._unsynced))
@@ -232,7 +228,7 @@ class Committer:
             del records
             self._lock.acquire()
             self._in_cycle = self.is_rewriting = False
-        self._releasing = False
+        self.is_releasing = False
         self._done = number
         if error is None:
             self._succeed(number, quarantined)
