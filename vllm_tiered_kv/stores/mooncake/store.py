@@ -50,7 +50,7 @@ from vllm_tiered_kv.stores.registry import BackingOptions
 
 logger = logging.getLogger(__name__)
 
-_BATCH = 32  # blocks of one call to the library; their headers fit one page of `_HeaderPages`
+_BATCH = 32  # blocks of one call to the library; their headers fit one `_HeaderPage`
 
 
 def check(options: BackingOptions) -> None:
@@ -73,7 +73,7 @@ class MooncakeStore(NetworkStore):
         self.settings = settings
         self.client = MooncakeClient(settings, on_unanswered)
         self._on_unanswered = on_unanswered
-        self._pages = _HeaderPages(self.client.use_memory)
+        self._free_pages: list[_HeaderPage] = []
         self._prefix = f"{settings.prefix}:{VERSION}:"
 
     # ---- lookups --------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class MooncakeStore(NetworkStore):
     def _read_headers(self, keys: Sequence[StoreKey]) -> list[BlockHeader | None]:
         """The headers of at most `_BATCH` blocks. Deletes damage."""
         headers: list[BlockHeader | None] = [None] * len(keys)
-        with self._pages.take() as page:
+        with self._header_page() as page:
             parts = [[self._name(key)] for key in keys]
             here, size = [[[0]]] * len(keys), [[[HEADER_BYTES]]] * len(keys)
             where = [page.address + n * HEADER_BYTES for n in range(len(keys))]
@@ -191,7 +191,7 @@ class MooncakeStore(NetworkStore):
         self, keys: Sequence[StoreKey], into: Sequence[memoryview]
     ) -> tuple[list[int] | None, list[BlockHeader | None]]:
         """The library's codes, and the header of each block that was sent in full length."""
-        with self._pages.take() as page:
+        with self._header_page() as page:
             names = [self._name(key) for key in keys]
             parts = [page.parts(n, buffer) for n, buffer in enumerate(into)]
             where = [[address for address, _ in part] for part in parts]
@@ -248,7 +248,7 @@ class MooncakeStore(NetworkStore):
 
     def _write(self, blocks: Sequence[NewBlock]) -> list[PutResult]:
         """Writes at most `_BATCH` blocks."""
-        with self._pages.take() as page:
+        with self._header_page() as page:
             names = [self._name(block.header.key) for block in blocks]
             parts = [page.parts(n, block.payload) for n, block in enumerate(blocks)]
             for n, block in enumerate(blocks):
@@ -349,6 +349,19 @@ class MooncakeStore(NetworkStore):
     def _call(self, work: Callable[..., list[int]], factor: float = 1.0) -> list[int] | None:
         return self.client.call(work, factor * self.settings.timeout_s)
 
+    @contextmanager
+    def _header_page(self) -> Iterator[_HeaderPage]:
+        """A page for the headers of a call; it is free again when the call has ended."""
+        try:
+            page = self._free_pages.pop()
+        except IndexError:
+            page = _HeaderPage()
+            self.client.use_memory(HostRegion(page.address, _BATCH * HEADER_BYTES))
+        try:
+            yield page
+        finally:
+            self._free_pages.append(page)
+
     def _name(self, key: StoreKey) -> str:
         return self._prefix + key.hex()
 
@@ -376,26 +389,6 @@ class _HeaderPage:
         """Where the parts of a value are, with their lengths."""
         header = (self.address + n * HEADER_BYTES, HEADER_BYTES)
         return [header, (_address(payload), len(payload))] if len(payload) else [header]
-
-
-class _HeaderPages:
-    """Pages for the headers of calls; a page is free again when its call has ended."""
-
-    def __init__(self, register: Callable[[HostRegion], None]) -> None:
-        self._register = register
-        self._free: list[_HeaderPage] = []
-
-    @contextmanager
-    def take(self) -> Iterator[_HeaderPage]:
-        try:
-            page = self._free.pop()
-        except IndexError:
-            page = _HeaderPage()
-            self._register(HostRegion(page.address, _BATCH * HEADER_BYTES))
-        try:
-            yield page
-        finally:
-            self._free.append(page)
 
 
 def _address(memory: memoryview) -> int:
