@@ -79,7 +79,7 @@ def test_collect_beyond_capacity_removes_the_coldest(tmp_path: Path) -> None:
         assert report.removed_bytes == 6000
         assert [store.match(chain) for chain in chains] == [0, 2, 4, 4, 4, 4]
         assert [sum(store.contains(chain)) for chain in chains] == [0, 2, 4, 4, 4, 4]
-        assert store.usage().used_bytes == store.usage_tracker.totals.nbytes == 18_000
+        assert store.usage().used_bytes == store.usage_tracker.usage.used_bytes == 18_000
         assert collect(store).removed_blocks == 0  # within the capacity: nothing more to do
 
 

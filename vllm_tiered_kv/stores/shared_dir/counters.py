@@ -8,7 +8,8 @@ from __future__ import annotations
 import enum
 import threading
 from collections import Counter
-from dataclasses import dataclass
+
+from vllm_tiered_kv.core.store import StoreUsage
 
 
 class Event(str, enum.Enum):
@@ -43,32 +44,25 @@ class EventCounts:
             return {event: self._counts[event] for event in Event}
 
 
-@dataclass(frozen=True)
-class Totals:
-    """The contents of the directory."""
-
-    blocks: int
-    nbytes: int
-
-
 class UsageTracker:
     """Estimates the usage of the directory. Thread-safe.
 
     Other hosts add and remove blocks unnoticed, so the estimate is only as good as its last scan.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capacity_bytes: int) -> None:
         self._lock = threading.Lock()
         self._is_scanned = False
-        self.totals = Totals(0, 0)
+        self.usage = StoreUsage(0, 0, capacity_bytes)
 
-    def scanned(self, totals: Totals) -> None:
+    def scanned(self, blocks: int, nbytes: int) -> None:
         with self._lock:
             self._is_scanned = True
-            self.totals = totals
+            self.usage = StoreUsage(blocks, nbytes, self.usage.capacity_bytes)
 
     def changed(self, blocks: int, nbytes: int) -> None:
         with self._lock:
             if self._is_scanned:
-                known = self.totals
-                self.totals = Totals(max(0, known.blocks + blocks), max(0, known.nbytes + nbytes))
+                blocks = max(0, self.usage.blocks + blocks)
+                nbytes = max(0, self.usage.used_bytes + nbytes)
+                self.usage = StoreUsage(blocks, nbytes, self.usage.capacity_bytes)

@@ -35,7 +35,6 @@ from dataclasses import dataclass, field
 
 from vllm_tiered_kv.core.store import StoreKey
 from vllm_tiered_kv.stores.shared_dir.block_files import Removal
-from vllm_tiered_kv.stores.shared_dir.counters import Totals
 from vllm_tiered_kv.stores.shared_dir.file_ops import is_absent
 from vllm_tiered_kv.stores.shared_dir.store import SharedDirStore
 from vllm_tiered_kv.stores.shared_dir.tree import FOLDER, Entry, EntryKind, Identity
@@ -206,10 +205,8 @@ class SharedDirGc:
         self._remove_drafts(now_ns)
         self._evict(report, scan, now_ns)
         self._store.usage_tracker.scanned(
-            Totals(
-                report.scanned_blocks - report.removed_blocks - report.gone_blocks,
-                report.scanned_bytes - report.removed_bytes - report.gone_bytes,
-            )
+            report.scanned_blocks - report.removed_blocks - report.gone_blocks,
+            report.scanned_bytes - report.removed_bytes - report.gone_bytes,
         )
 
     def _scan_shard(self, shard: str, report: GcReport, scan: _Scan, now_ns: int) -> None:

@@ -150,7 +150,7 @@ class SharedDirStore:
         self.counts = EventCounts()
         self.tree = open_tree(settings.root, self.ops)
         self.clock = ServerClock(self.ops, self.tree.clock_path)
-        self.usage_tracker = UsageTracker()
+        self.usage_tracker = UsageTracker(settings.capacity_bytes)
         self.files = BlockFiles(self.tree, self.ops, self.counts, self.usage_tracker)
         self._unsynced = UnsyncedBlocks()
         self.recency = Recency(
@@ -372,8 +372,7 @@ class SharedDirStore:
     def usage(self) -> StoreUsage:
         """As of the last garbage collection plus the changes of this process since, without those
         of other hosts; zero before the first one."""
-        totals = self.usage_tracker.totals
-        return StoreUsage(totals.blocks, totals.nbytes, self.settings.capacity_bytes)
+        return self.usage_tracker.usage
 
     def close(self) -> None:
         """Afterwards every lookup is a miss and every put is dropped."""
