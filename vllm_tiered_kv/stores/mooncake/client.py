@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
-from vllm_tiered_kv.core.breaker import Attempt, Breaker, BreakerState
+from vllm_tiered_kv.core.breaker import Attempt, Breaker
 from vllm_tiered_kv.native.cpu import HostRegion
 from vllm_tiered_kv.stores.mooncake.settings import MooncakeSettings
 
@@ -78,10 +78,6 @@ class MooncakeClient:
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._ended = threading.Condition(self._lock)
-
-    @property
-    def is_absent(self) -> bool:
-        return self.breaker.state is not BreakerState.CLOSED
 
     def call(
         self, work: Callable[[MooncakeDistributedStore], list[int]], allowed_s: float

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from vllm_tiered_kv.core.breaker import BreakerState
 from vllm_tiered_kv.core.store import (
     BlockFacts,
     PutResult,
@@ -338,7 +339,7 @@ class MooncakeStore(NetworkStore):
 
     @property
     def is_absent(self) -> bool:
-        return self.client.is_absent
+        return self.client.breaker.state is not BreakerState.CLOSED
 
     def close(self) -> None:
         """Afterwards every lookup is a miss and every put is dropped."""

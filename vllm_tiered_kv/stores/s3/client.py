@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 from obstore.exceptions import BaseError
 from obstore.store import S3Store as Bucket
 
-from vllm_tiered_kv.core.breaker import Attempt, Breaker, BreakerState
+from vllm_tiered_kv.core.breaker import Attempt, Breaker
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.stores.s3.settings import S3Settings
 
@@ -66,10 +66,6 @@ class S3Client:
         self.breaker = Breaker(f"the bucket {settings.bucket}{where}")
         self._on_unanswered = on_unanswered
         self.bucket = _open_bucket(settings)
-
-    @property
-    def is_absent(self) -> bool:
-        return self.breaker.state is not BreakerState.CLOSED
 
     def each(
         self,

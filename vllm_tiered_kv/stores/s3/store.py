@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import obstore
 
+from vllm_tiered_kv.core.breaker import BreakerState
 from vllm_tiered_kv.core.store import (
     BlockFacts,
     PutResult,
@@ -229,7 +230,7 @@ class S3Store(NetworkStore):
 
     @property
     def is_absent(self) -> bool:
-        return self.client.is_absent
+        return self.client.breaker.state is not BreakerState.CLOSED
 
     def close(self) -> None:
         """Afterwards every lookup is a miss and every put is dropped."""
