@@ -24,9 +24,12 @@ KEYS = [BlockKey(bytes([n]) * 17) for n in range(10)]
 class Tier:
     def __init__(self, slots: int, ranks: int = 1) -> None:
         self.ranks = ranks
+        self.committed: list[BlockKey] = []
         self.index = BlockIndex(ArenaGeometry(slots * 64, (64,)), "lru")
         self.recorder = Recorder()
-        self.ledger = TransferLedger(self.index, self.recorder, ranks)
+        self.ledger = TransferLedger(
+            self.index, self.recorder, ranks, on_committed=[self.committed.extend]
+        )
 
     def store(self, start: int, stop: int) -> int:
         plan = plan_store(self.index, GROUP, KEYS, start, stop)
@@ -69,8 +72,6 @@ def test_ledger_more_reports_than_ranks_is_error() -> None:
 
 def test_ledger_fetch_makes_readable_what_all_ranks_have() -> None:
     tier = Tier(8, ranks=2)
-    committed: list[int] = []
-    tier.ledger.on_committed.append(committed.extend)
     plan = plan_store(tier.index, GROUP, KEYS, 0, 4)
     job = tier.ledger.open_fetch(plan.slots)
     tier.ledger.report_fetch(job, [StoreReport(4)])
@@ -78,7 +79,7 @@ def test_ledger_fetch_makes_readable_what_all_ranks_have() -> None:
     assert (tier.ledger.open_fetches, tier.ledger.has_open) == (1, True)
     tier.ledger.report_fetch(job, [StoreReport(3)])
     assert tier.index.match_prefix(KEYS) == 3
-    assert committed == plan.slots[:3]
+    assert tier.committed == KEYS[:3]
     assert (tier.ledger.open_fetches, tier.ledger.has_open) == (0, False)
     assert tier.recorder.total(names.PREFETCHED_BLOCKS) == 3
     assert tier.recorder.total(names.STORED_BLOCKS) == 0

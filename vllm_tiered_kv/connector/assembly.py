@@ -47,7 +47,7 @@ from vllm_tiered_kv.connector.scheduler.remote_claims import RemoteClaims
 from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
 from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
 from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
-from vllm_tiered_kv.connector.scheduler.retention import Retention
+from vllm_tiered_kv.connector.scheduler.retention import Pins, Retention
 from vllm_tiered_kv.connector.scheduler.scheduler_half import OptionalParts, SchedulerHalf
 from vllm_tiered_kv.connector.scheduler.step_load_policy import StepLoadPolicy
 from vllm_tiered_kv.connector.scheduler.store_planner import StorePlanner
@@ -149,11 +149,17 @@ def make_scheduler_half(
             ghosts=ghosts,
             on_removed=events.removed,
         )
-    ledger = TransferLedger(index, recorder, engine.num_ranks, ghosts)
-    if events is not None:
-        _subscribe(events, index, ledger)
     states, chunked = recurrent_groups(kv_cache_config), chunked_groups(kv_cache_config)
     groups = groups_of(block_sizes, block_bytes, windows, geometry, states, chunked)
+    pins = Pins(groups, index, config.pin_share)
+    ledger = TransferLedger(
+        index,
+        recorder,
+        engine.num_ranks,
+        ghosts,
+        (events.committed, pins.committed) if events is not None else (pins.committed,),
+        events.sent if events is not None else None,
+    )
     tier = CpuTier(groups, index, ledger, recorder)
 
     remote = lookups = claims = verification = None
@@ -206,19 +212,11 @@ def make_scheduler_half(
     if remote is not None and lookups is not None:
         prefetch = Prefetch(tier, lookups, config.pin_share, into_cpu=remote.keep_copies)
         pin = lookups.pin
-    retention = Retention(tier, config.pin_share, pin, prefetch)
+    retention = Retention(tier, pins, pin, prefetch)
     optional = OptionalParts(
         remote, verification, early, once, prefetch, events, account_tracer(vllm_config)
     )
     return SchedulerHalf(config, engine, key_maker, tier, loads, stores, retention, optional)
-
-
-def _subscribe(events: kv_events.TierEvents, index: BlockIndex, ledger: TransferLedger) -> None:
-    def keys_in(slots: Sequence[int]) -> list[BlockKey]:
-        return [BlockKey(key) for key, _ in index.blocks_in(slots)]
-
-    ledger.on_committed.append(lambda slots: events.committed(keys_in(slots)))
-    ledger.on_sent.append(lambda slots: events.sent(keys_in(slots)))
 
 
 def _compute_once(

@@ -10,6 +10,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
 from vllm_tiered_kv.connector.scheduler.prefetch import Prefetch
 from vllm_tiered_kv.connector.scheduler.remote_lookups import ChainPart
@@ -33,7 +35,7 @@ class Retention:
     def __init__(
         self,
         tier: CpuTier,
-        pin_share: float,
+        pins: Pins,
         pin_at_daemons: PinAtDaemons | None,
         prefetch: Prefetch | None = None,
     ) -> None:
@@ -41,18 +43,15 @@ class Retention:
         `prefetch` is told when sessions pause and continue."""
         self._groups = tier.groups
         self._alignment = tier.alignment
-        self._index = tier.index
         self._ledger = tier.ledger
         self._recorder = tier.recorder
-        self._pins = _Pins(tier, pin_share)
+        self._pins = pins
         self._pin_at_daemons = pin_at_daemons
         self._prefetch = prefetch
         smallest = min(group.block_bytes for group in tier.groups)
         self._sessions = Sessions(2 * tier.index.geometry.capacity_bytes // smallest)
-        self._ended: set[BlockKey] = set()  # of ended sessions, still being written
         # Pins at the daemons, to be sent when the blocks have arrived there.
         self._unsent: list[tuple[float, list[ChainPart], float]] = []
-        tier.ledger.on_committed.append(self._committed)
 
     def admitted(self, state: RequestState) -> None:
         """vLLM has admitted the request."""
@@ -79,7 +78,9 @@ class Retention:
             name = _session_of(state)
             self._sessions.record(name, state.keys.of_group)
             if control.session_ended:
-                self._let_go(self._sessions.end(name))
+                private = self._sessions.end(name)
+                self._pins.let_go(private)
+                self._recorder.add(names.ENDED_BLOCKS, len(private), _CPU)
                 return
         if control.hold_seconds:
             held = self._hold(state, control.hold_seconds)
@@ -93,9 +94,7 @@ class Retention:
 
     def step(self) -> None:
         """Before the stores of a step are planned: ends the pins whose time is over."""
-        if self._ended and not self._ledger.has_open_stores:
-            self._ended.clear()  # the rest was not stored
-        self._pins.expire()
+        self._pins.expire(self._ledger.has_open_stores)
         self._send_pins()
 
     def outputs_received(self) -> None:
@@ -107,7 +106,6 @@ class Retention:
         """The tier was cleared, and all keys have changed."""
         self._pins.clear()
         self._sessions.clear()
-        self._ended.clear()
         self._unsent.clear()
         if self._prefetch is not None:
             self._prefetch.reset()
@@ -134,24 +132,6 @@ class Retention:
                     self._recorder.add(names.UNPINNED_BLOCKS, refused, _CPU)
         return held
 
-    def _let_go(self, private: Sequence[BlockKey]) -> None:
-        """Nobody is expected to use these blocks again."""
-        self._pins.release(private)
-        self._index.mark_dead(private)
-        self._ended.update(key for key in private if self._index.lookup(key) is Lookup.PENDING)
-        self._recorder.add(names.ENDED_BLOCKS, len(private), _CPU)
-
-    def _committed(self, slots: Sequence[int]) -> None:
-        """These blocks have just become readable in the CPU tier."""
-        if not (self._ended or self._pins):
-            return
-        keys = [BlockKey(key) for key, _ in self._index.blocks_in(slots)]
-        self._pins.committed(keys)
-        ended = [key for key in keys if key in self._ended]
-        if ended:
-            self._index.mark_dead(ended)
-            self._ended.difference_update(ended)
-
     def _send_pins(self, is_idle: bool = False) -> None:
         now = time.monotonic()
         while self._unsent and (is_idle or self._unsent[0][0] <= now):
@@ -164,22 +144,22 @@ def _session_of(state: RequestState) -> SessionName:
     return state.request.cache_salt, state.control.session
 
 
-class _Pins:
-    """Pins of the CPU tier by key, each with its end. Blocks that are not there yet are pinned when
-    they are committed."""
+class Pins:
+    """Pins of the CPU tier by key, each with its end, and marks on blocks of ended sessions. Blocks
+    that are still being written are pinned or marked when they are committed. The ledger tells of
+    these; otherwise `Retention` alone calls it."""
 
-    def __init__(self, tier: CpuTier, share: float) -> None:
-        self._index = tier.index
-        geometry = tier.index.geometry
-        self._bytes_of = [geometry.slot_bytes[group.size_class] for group in tier.groups]
+    def __init__(self, groups: Sequence[Group], index: BlockIndex, share: float) -> None:
+        """`share`: of the tier, for all pins together."""
+        self._index = index
+        geometry = index.geometry
+        self._bytes_of = [geometry.slot_bytes[group.size_class] for group in groups]
         self._max_bytes = int(geometry.capacity_bytes * share)
         self.nbytes = 0  # pinned, or to be pinned
         self._until: dict[BlockKey, float] = {}
         self._slots: dict[BlockKey, int] = {}  # those of them that are in the tier
         self._next_end = math.inf
-
-    def __len__(self) -> int:
-        return len(self._until)
+        self._ended: set[BlockKey] = set()  # of ended sessions, still being written
 
     def pin(self, keys: Sequence[BlockKey], until: float) -> int:
         """Returns how many blocks are beyond the limit; they are the last ones."""
@@ -199,15 +179,29 @@ class _Pins:
         self._pin_readable(keys)
         return refused
 
+    def let_go(self, private: Sequence[BlockKey]) -> None:
+        """Nobody is expected to use these blocks again."""
+        self.release(private)
+        self._index.mark_dead(private)
+        self._ended.update(key for key in private if self._index.lookup(key) is Lookup.PENDING)
+
     def committed(self, keys: Sequence[BlockKey]) -> None:
+        """These blocks have just become readable in the tier."""
         self._pin_readable([key for key in keys if key in self._until])
+        ended = [key for key in keys if key in self._ended]
+        if ended:
+            self._index.mark_dead(ended)
+            self._ended.difference_update(ended)
 
     def release(self, keys: Iterable[BlockKey]) -> None:
         ended = [key for key in keys if self._until.pop(key, None) is not None]
         self.nbytes -= sum(self._bytes_of[key[-1]] for key in ended)
         self._index.unpin([self._slots.pop(key) for key in ended if key in self._slots])
 
-    def expire(self) -> None:
+    def expire(self, has_open_stores: bool) -> None:
+        """Ends the pins whose time is over."""
+        if not has_open_stores:
+            self._ended.clear()  # the rest was not stored
         now = time.monotonic()
         if now < self._next_end:
             return
@@ -216,6 +210,7 @@ class _Pins:
 
     def clear(self) -> None:
         self.release(tuple(self._until))
+        self._ended.clear()
 
     def _pin_readable(self, keys: Sequence[BlockKey]) -> None:
         readable = self._index.are_readable(keys)
