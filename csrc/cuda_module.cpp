@@ -119,16 +119,16 @@ PYBIND11_MODULE(_cuda, module) {
   module.def("device_count", &device_count, NoGil());
   module.def(
       "host_register",
-      [](std::optional<int> device, int64_t address, int64_t nbytes) {
+      [](int64_t address, int64_t nbytes, std::optional<int> device) {
         host_register(device.value_or(kCurrentDevice), address, nbytes);
       },
-      py::arg("device"), py::arg("address"), py::arg("nbytes"), NoGil());
+      py::arg("address"), py::arg("nbytes"), py::arg("device") = py::none(), NoGil());
   module.def(
       "host_unregister",
-      [](std::optional<int> device, int64_t address) {
+      [](int64_t address, std::optional<int> device) {
         host_unregister(device.value_or(kCurrentDevice), address);
       },
-      py::arg("device"), py::arg("address"), NoGil());
+      py::arg("address"), py::arg("device") = py::none(), NoGil());
 
   py::class_<Event>(module, "Event")
       .def(py::init<int>(), py::arg("device"), NoGil())
@@ -139,7 +139,7 @@ PYBIND11_MODULE(_cuda, module) {
       .def("close", &Event::close, NoGil());
 
   py::class_<Stream>(module, "Stream")
-      .def(py::init<int, bool>(), py::arg("device"), py::arg("low_priority"), NoGil())
+      .def(py::init<int, bool>(), py::arg("device"), py::arg("low_priority") = true, NoGil())
       .def_property_readonly("handle", &Stream::handle)
       .def("wait", &Stream::wait, py::arg("event"), NoGil())
       .def("synchronize", &Stream::synchronize, NoGil())
@@ -165,14 +165,17 @@ PYBIND11_MODULE(_cuda, module) {
 
   module.def("gather", &gather, py::arg("layout"), py::arg("block_ids"), py::arg("target_address"),
              py::arg("target_nbytes"), py::arg("slot_offsets"), py::arg("stream_handle"),
-             py::arg("ctas"));
+             py::arg("ctas") = 0);
   module.def("scatter", &scatter, py::arg("layout"), py::arg("block_ids"),
              py::arg("target_address"), py::arg("target_nbytes"), py::arg("slot_offsets"),
-             py::arg("stream_handle"), py::arg("ctas"), py::arg("part_begin"), py::arg("part_end"));
+             py::arg("stream_handle"), py::arg("ctas") = 0, py::arg("part_begin") = 0,
+             py::arg("part_end") = py::none());
   module.def("copy_to_host", &copy_to_host, py::arg("src_address"), py::arg("src_offsets"),
              py::arg("dst_address"), py::arg("dst_offsets"), py::arg("nbytes_each"),
-             py::arg("stream_handle"), py::arg("device"), py::arg("host_piece_bytes"));
+             py::arg("stream_handle"), py::arg("device") = py::none(),
+             py::arg("host_piece_bytes") = 0);
   module.def("copy_to_device", &copy_to_device, py::arg("src_address"), py::arg("src_offsets"),
              py::arg("dst_address"), py::arg("dst_offsets"), py::arg("nbytes_each"),
-             py::arg("stream_handle"), py::arg("device"), py::arg("host_piece_bytes"));
+             py::arg("stream_handle"), py::arg("device") = py::none(),
+             py::arg("host_piece_bytes") = 0);
 }

@@ -34,7 +34,7 @@ def measure(shape: Shape, batches: int, blocks: int, repetitions: int) -> dict[s
         (rng.permutation(count)[:blocks], rng.permutation(count)[:blocks] * shape.block_bytes)
         for _ in range(batches)
     ]
-    opened = _on_gpu if cuda.available() else _on_cpu
+    opened = _on_cpu if cuda.why_unavailable() else _on_gpu
     times: dict[str, list[float]] = {"swap_out": [], "swap_in": []}
     with opened(shape, count, blocks) as (copies, wait, slots):
 

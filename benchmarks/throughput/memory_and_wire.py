@@ -266,7 +266,7 @@ def measure(pool: EnginePool, record: Record, sizes: Sizes) -> None:
                 shape.name, f"{shape.name} is left out: it needs more memory than there is."
             )
             continue
-        if cuda.available():  # beside the copies in memory, as the originals have it
+        if cuda.why_unavailable() is None:  # beside the copies in memory, as the originals have it
             swaps = block_swap.measure(shape, sizes.batches, sizes.blocks, sizes.repetitions)
             for what, times_of_one in swaps.items():
                 for seconds in times_of_one:

@@ -144,7 +144,7 @@ second = ask()
 assert first.outputs[0].token_ids == second.outputs[0].token_ids
 print(vllm_tiered_kv.__file__)
 try:
-    print("runtime", cuda.runtime_version())
+    print("runtime", cuda.RUNTIME_VERSION)
 except NoDeviceError as reason:
     print(reason)
 print(second.num_cached_tokens, flush=True)

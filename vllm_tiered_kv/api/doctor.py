@@ -171,7 +171,7 @@ def check_gpus(gpus: list[host_facts.Gpu] | None) -> Iterator[Finding]:
     runtime: int | None = None
     reason = ""
     try:
-        runtime = cuda.runtime_version()
+        runtime = cuda.RUNTIME_VERSION
     except NoDeviceError as error:
         reason = str(error)
     if not gpus:
