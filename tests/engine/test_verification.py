@@ -220,7 +220,7 @@ def test_spare_slots_are_few_and_the_rest_follows_in_later_steps(
     def copied(*arguments: Any) -> bool:
         taken = really_copied(*arguments)
         if taken:
-            eventually(lambda: bool(verifier))
+            eventually(lambda: not verifier._done.empty())
         return taken
 
     verifier.copied = copied

@@ -107,10 +107,6 @@ class BlockVerifier:
         self._thread = thread
         return True
 
-    def __bool__(self) -> bool:
-        """Whether there are verdicts to report."""
-        return not self._done.empty()
-
     def take_verdicts(self) -> dict[int, list[list[BlockVerdict]]]:
         verdicts = {}
         while not self._done.empty():

@@ -52,6 +52,3 @@ class LoadTimes:
         """Returns the seconds by request and tier of the loads that ended since the last call."""
         taken, self._taken = self._taken, {}
         return taken
-
-    def __bool__(self) -> bool:
-        return bool(self._taken)

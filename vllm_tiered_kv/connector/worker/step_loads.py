@@ -38,10 +38,6 @@ class StepLoads:
         self._invalid_blocks: set[int] = set()
         self._residents: dict[int, list[Resident]] = {}  # by job, until its copies have ended
 
-    def __bool__(self) -> bool:
-        """Whether there are ended loads to report."""
-        return bool(self._ended)
-
     def start(
         self,
         copier: Copier,

@@ -41,7 +41,6 @@ from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.layout import BlockRuns
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import (
-    Fetched,
     FetchJob,
     GroupTransfer,
     Int64Array,
@@ -108,12 +107,8 @@ class WorkerHalf:
         self._remote: RemoteIO | None = None
         self._loads = LoadTracker()
         self._times = LoadTimes()
-        self._measured_step: int | None = None
         self._step_thread: int | None = None
-        self._put: dict[int, list[StoreReport]] = {}
-        self._fetched: dict[int, list[StoreReport]] = {}
-        self._remote_failures: set[str] = set()
-        self._probed: dict[str, Fetched] = {}
+        self._next = TieredKVWorkerMetadata()  # the next report
         self._reported_arenas: dict[bytes, int] = {}
         self._layers_not_seen: set[str] = set()
         self._pinning: Callable[[], tuple[Pin | None, Unpin | None]] = lambda: (None, None)
@@ -128,7 +123,6 @@ class WorkerHalf:
         same time."""
         self._copier: Copier | None = None
         self.arena: Arena | None = None
-        self._stored: dict[int, list[StoreReport]] = {}
         self.block_bytes: tuple[int, ...] = ()
         self.wait_for_sources = steps.have_other_connectors
         """Other connectors write GPU blocks on their own streams before any hook of this connector,
@@ -176,7 +170,7 @@ class WorkerHalf:
         self.is_in_step = True
         if self._verifier is not None:
             self._verifier.begin_step(metadata.verifications, self._is_ours)
-        self._measured_step = metadata.measured_step
+        self._next.measured_step = metadata.measured_step
         self._device.finish_step_loads()
         self._step_thread = threading.get_ident()
         if metadata.identity is not None and self._remote is None:
@@ -279,7 +273,7 @@ class WorkerHalf:
             if failed is not None:
                 results.failed_recving.add(request_id)
             if failed is Tier.REMOTE:
-                self._remote_failures.add(request_id)
+                self._next.remote_failures.add(request_id)
         return results
 
     def _collect(self, copier: Copier) -> None:
@@ -299,11 +293,12 @@ class WorkerHalf:
             for load in self._remote.loader.poll():
                 self._times.end(load.request_id, Tier.REMOTE, load.ended_at, load.error is None)
                 self._loads.end(load.request_id, Tier.REMOTE if load.error is not None else None)
-            self._probed |= self._remote.loader.take_probed()
+            for name, fetched in self._remote.loader.take_probed().items():
+                self._next.probed[name] = [fetched]
             for put in self._remote.writer.poll():
-                self._put.setdefault(put.job_id, []).append(put.report)
+                self._next.puts[put.job_id] = [put.report]
             for fetch in self._remote.fetcher.poll():
-                self._fetched.setdefault(fetch.job_id, []).append(StoreReport(fetch.count))
+                self._next.fetches[fetch.job_id] = [StoreReport(fetch.count)]
         self._times.polled()
 
     def take_invalid_blocks(self) -> set[int]:
@@ -311,42 +306,23 @@ class WorkerHalf:
 
     def worker_metadata(self) -> TieredKVWorkerMetadata | None:
         """Returns the report for the scheduler half; None if nothing has changed since the last."""
-        usable = self.arena.ready_bytes if self.arena is not None else None
+        report, self._next = self._next, TieredKVWorkerMetadata()
+        report.step_loads = self._step_loads.take_ended()
+        report.load_seconds = self._times.take()
+        if self._verifier is not None:
+            report.verdicts = self._verifier.take_verdicts()
+        if self._must_report_block_bytes:
+            report.block_bytes = {self.rank: self.block_bytes}
+            self._must_report_block_bytes = False
+        if self.arena is not None and self.arena.ready_bytes != self._reported_usable:
+            self._reported_usable = self.arena.ready_bytes
+            report.usable_bytes = {self.rank: self._reported_usable}
         arenas = self._remote.regions.ready_arenas if self._remote is not None else {}
-        if (
-            not self._stored
-            and not self._put
-            and not self._fetched
-            and not self._remote_failures
-            and not self._probed
-            and not self._step_loads
-            and not self._times
-            and not self._verifier
-            and not self._must_report_block_bytes
-            and self._measured_step is None
-            and usable == self._reported_usable
-            and arenas == self._reported_arenas
-        ):
+        if arenas != self._reported_arenas:
+            self._reported_arenas = arenas
+            report.ready_arenas = {self.rank: arenas}
+        if report == TieredKVWorkerMetadata():
             return None
-        report = TieredKVWorkerMetadata(
-            self._stored,
-            {} if usable is None else {self.rank: usable},
-            self._put,
-            self._remote_failures,
-            self._step_loads.take_ended(),
-            self._times.take(),
-            self._measured_step,
-            {self.rank: arenas} if arenas != self._reported_arenas else {},
-            {} if self._verifier is None else self._verifier.take_verdicts(),
-            {self.rank: self.block_bytes} if self._must_report_block_bytes else {},
-            {name: [fetched] for name, fetched in self._probed.items()},
-            self._fetched,
-        )
-        self._measured_step = None
-        self._must_report_block_bytes = False
-        self._stored, self._put, self._remote_failures, self._probed = {}, {}, set(), {}
-        self._fetched = {}
-        self._reported_usable, self._reported_arenas = usable, arenas
         self.last_reports.append(report)
         return report
 
@@ -366,7 +342,7 @@ class WorkerHalf:
         self._striping = ReplicaStriping()
 
     def _report(self, job_id: int, report: StoreReport) -> None:
-        self._stored.setdefault(job_id, []).append(report)
+        self._next.stores[job_id] = [report]
 
     @property
     def _device(self) -> Copier:
@@ -382,11 +358,11 @@ class WorkerHalf:
 
     def _fetch(self, remote: RemoteIO, job: FetchJob) -> None:
         if self._usable(job.group_id, job.slots) < len(job.slots):
-            self._fetched[job.job_id] = [StoreReport(0, DropReason.NOT_PINNED_YET)]
+            self._next.fetches[job.job_id] = [StoreReport(0, DropReason.NOT_PINNED_YET)]
         elif self._is_ours(job.keys[0]):
             remote.fetcher.fetch(job)
         else:  # the rank that fetches the job reports any failure
-            self._fetched[job.job_id] = [StoreReport(len(job.keys))]
+            self._next.fetches[job.job_id] = [StoreReport(len(job.keys))]
 
     def _usable(self, group_id: int, slots: Int64Array) -> int:
         """Returns how many of the first of these slots lie in memory that is already pinned."""
