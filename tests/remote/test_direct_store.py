@@ -25,10 +25,10 @@ from vllm_tiered_kv.cache.ledger import StoreReport
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector.direct_store import DirectStore, open_direct
 from vllm_tiered_kv.connector.identity.shard import Shard
-from vllm_tiered_kv.connector.worker.put_worker import PutWorker
 from vllm_tiered_kv.connector.worker.remote_io import open_cluster
 from vllm_tiered_kv.connector.worker.remote_loader import RemoteLoader
 from vllm_tiered_kv.connector.worker.shared_region import SharedRegions
+from vllm_tiered_kv.connector.worker.slot_workers import PutWorker
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.layout import BlockRuns, Run
 from vllm_tiered_kv.core.store import PutResult, StoreKey, store_key
@@ -225,7 +225,7 @@ class Worker:
             self.arena.bytes_at(slot * NBYTES, NBYTES)[:] = np.frombuffer(content(key), np.uint8)
         slots = int64_array(list(range(len(blocks))))
         parents = (None, *blocks[:-1])
-        self.writer.write(PutJob(job_id, self.store.address, 0, slots, tuple(blocks), parents))
+        self.writer.begin(PutJob(job_id, self.store.address, 0, slots, tuple(blocks), parents))
 
     def puts(self, blocks: list[BlockKey]) -> bool:
         self.put(blocks, job_id=3)

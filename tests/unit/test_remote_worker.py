@@ -20,10 +20,10 @@ from vllm_tiered_kv.cache.ledger import StoreReport
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector.identity.shard import Holding, Shard, holding_of
 from vllm_tiered_kv.connector.worker.load_tracker import LoadTracker
-from vllm_tiered_kv.connector.worker.put_worker import PutDone, PutWorker
 from vllm_tiered_kv.connector.worker.remote_io import RemoteIO
 from vllm_tiered_kv.connector.worker.remote_loader import RemoteLoader
 from vllm_tiered_kv.connector.worker.shared_region import SharedRegion, SharedRegions
+from vllm_tiered_kv.connector.worker.slot_workers import JobDone, PutWorker
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.store import PutItem, PutResult
@@ -225,7 +225,7 @@ def test_refused_put_is_distinguished_from_unanswered_one(is_heard: bool) -> Non
         writer = writer_to(store, daemon.address, regions, arena, 30 if is_heard else 0.5)
         key = chain(1)[0]
         for job in range(1, 4):  # one failure alone does not make a daemon unavailable
-            writer.write(PutJob(job, daemon.address, 0, int64_array([1]), (key,), (None,)))
+            writer.begin(PutJob(job, daemon.address, 0, int64_array([1]), (key,), (None,)))
             (done,) = eventually(writer.poll)
         reason = DropReason.REFUSED if is_heard else DropReason.UNAVAILABLE
         assert done.report == StoreReport(0, reason)
@@ -247,8 +247,8 @@ def test_blocks_are_sent_through_memory_that_is_not_pinned_yet(
     shard = Shard(bytes(32), RankTag(), {0: 4096})
     writer = writer_to(store, daemon.ipc, regions, arena, 30)
     key = chain(9)[-1]
-    writer.write(PutJob(1, daemon.ipc, 0, int64_array([1]), (key,), (None,)))
-    assert eventually(writer.poll) == [PutDone(1, StoreReport(1))]
+    writer.begin(PutJob(1, daemon.ipc, 0, int64_array([1]), (key,), (None,)))
+    assert eventually(writer.poll) == [JobDone(1, StoreReport(1))]
     into = memoryview(bytearray(4096))
     assert store.get([shard.key(key)], [into]) == [True]
     assert into == bytes([7]) * 4096

@@ -177,7 +177,7 @@ class Engine:
             self.writes.offer([(key, [slot]) for slot, key in zip(slots, keys, strict=True)])
         for job in self.writes.take():
             for worker in self.workers:
-                worker.io.writer.write(job)
+                worker.io.writer.begin(job)
         end = time.monotonic() + 30
         while self.ledger.has_open_puts:
             assert time.monotonic() < end, "a put was not reported by every rank"

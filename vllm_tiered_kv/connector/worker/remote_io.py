@@ -13,10 +13,9 @@ from vllm_tiered_kv.connector.direct_store import (
     require_known_schemes,
 )
 from vllm_tiered_kv.connector.identity.shard import Holding, Shard
-from vllm_tiered_kv.connector.worker.fetch_worker import FetchWorker
-from vllm_tiered_kv.connector.worker.put_worker import PutWorker
 from vllm_tiered_kv.connector.worker.remote_loader import RemoteLoader
 from vllm_tiered_kv.connector.worker.shared_region import Resident, SharedRegions
+from vllm_tiered_kv.connector.worker.slot_workers import FetchWorker, PutWorker
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.transfer import Int64Array, RemoteTransfer
@@ -104,7 +103,7 @@ class RemoteIO:
             config.remote_load_timeout,
             holding.sends,
         )
-        self.fetcher = FetchWorker(stores, shard, arena, offsets_of, config.remote_load_timeout)
+        self.fetcher = FetchWorker(stores, shard, arena, offsets_of, config.remote_load_timeout, 1)
 
     def resident(self, transfer: RemoteTransfer) -> Resident | None:
         """Returns the leased blocks of a transfer if they can be copied now, without a request to

@@ -233,7 +233,7 @@ class WorkerHalf:
                 self._remote.loader.load(job.request_id, job.remote)
         for put in metadata.puts:
             assert self._remote is not None, "put to a daemon, but none is configured"
-            self._remote.writer.write(put)
+            self._remote.writer.begin(put)
         for fetch in metadata.fetches:
             assert self._remote is not None, "fetch from a daemon, but none is configured"
             self._fetch(self._remote, fetch)
@@ -298,7 +298,7 @@ class WorkerHalf:
             for put in self._remote.writer.poll():
                 self._next.puts[put.job_id] = [put.report]
             for fetch in self._remote.fetcher.poll():
-                self._next.fetches[fetch.job_id] = [StoreReport(fetch.count)]
+                self._next.fetches[fetch.job_id] = [fetch.report]
         self._times.polled()
 
     def take_invalid_blocks(self) -> set[int]:
@@ -360,7 +360,7 @@ class WorkerHalf:
         if self._usable(job.group_id, job.slots) < len(job.slots):
             self._next.fetches[job.job_id] = [StoreReport(0, DropReason.NOT_PINNED_YET)]
         elif self._is_ours(job.keys[0]):
-            remote.fetcher.fetch(job)
+            remote.fetcher.begin(job)
         else:  # the rank that fetches the job reports any failure
             self._next.fetches[job.job_id] = [StoreReport(len(job.keys))]
 
