@@ -231,7 +231,7 @@ def test_put_to_a_stopped_daemon_releases_the_payload(
     views = [memoryview(source) for source in sources]
     sent = [PutItem(key, None, view) for key, view in zip(chain, views, strict=True)]
     results = store.put(sent, Durability.DISK, deadline=within(1.0))
-    contexts = [connection._zmq.context for connection in store._caller.pool._idle]
+    contexts = [one._zmq.context for one in store._caller.pool._free.queue if one is not None]
     assert contexts == [None], "only its end proves that nothing is read any more"
     assert set(results) == {PutResult.FAILED}
     assert trackers

@@ -433,7 +433,8 @@ def test_failed_put_without_threads_ends_the_context(
     finally:
         threading.stack_size(before)
     assert results == [PutResult.FAILED] * 2
-    assert [one._zmq.context for one in store._caller.pool._idle] == [None]
+    opened = [one for one in store._caller.pool._free.queue if one is not None]
+    assert [one._zmq.context for one in opened] == [None]
 
 
 def test_peer_disconnect_during_a_put_releases_the_payload(daemon: FaultyDaemon) -> None:

@@ -60,10 +60,8 @@ class Connections:
 def _pooled(scheduler: RemoteTier, worker: RemoteIO) -> list[Connection]:
     clusters = (scheduler._cluster, worker._cluster)
     pools = [store._caller.pool for cluster in clusters for store in cluster.stores.values()]
-    eventually(lambda: not any(pool._in_use for pool in pools))
-    for pool in pools:
-        assert len(pool._idle) <= pool._max_connections
-    return [connection for pool in pools for connection in pool._idle]
+    eventually(lambda: all(pool._free.qsize() == pool._max_connections for pool in pools))
+    return [one for pool in pools for one in pool._free.queue if one is not None]
 
 
 def _memories(scheduler: RemoteTier, worker: RemoteIO) -> set[SharedMemory]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,65 +25,45 @@ class ConnectionPool:
             raise ValueError(f"a pool needs at least one connection, not {max_connections}")
         self._make = make
         self._max_connections = max_connections
-        self._changed = threading.Condition()
-        self._idle: list[Connection] = []
-        self._in_use = 0
+        # The connection used last comes first. None: a place for one that is not open.
+        self._free: queue.LifoQueue[Connection | None] = queue.LifoQueue()
+        for _ in range(max_connections):
+            self._free.put(None)
         self.closing = threading.Event()
 
     @contextlib.contextmanager
     def checkout(self, deadline: float) -> Iterator[Connection]:
         """Yields a connection; raises PoolBusy if none becomes free by the deadline."""
-        connection = self._take(deadline)
         try:
+            connection = self._free.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise PoolBusy("all connections are in use") from None
+        try:
+            if self.closing.is_set():
+                raise PoolBusy("this client is closed")
+            connection = connection or self._make(self.closing)
             yield connection
         finally:
-            if not connection.idle:
+            if connection is not None and not connection.idle:
                 connection.drop()
-            self._return(connection)
+            self._free.put(connection)
+            if self.closing.is_set():
+                self._close_free(0.0)
 
     def close(self, wait_s: float) -> None:
         """Ends calls in flight (as misses) and closes every connection. Idempotent."""
         self.closing.set()
+        self._close_free(wait_s)
+
+    def _close_free(self, wait_s: float) -> None:
+        """Closes the connections that are free, or become free within this time."""
         end = time.monotonic() + wait_s
-        with self._changed:
-            self._changed.notify_all()
-            while self._in_use and time.monotonic() < end:
-                self._changed.wait(end - time.monotonic())
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
-
-    def _take(self, deadline: float) -> Connection:
-        with self._changed:
-            while True:
-                if self.closing.is_set():
-                    raise PoolBusy("this client is closed")
-                if self._idle:
-                    self._in_use += 1
-                    return self._idle.pop()
-                if self._in_use < self._max_connections:
-                    break
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise PoolBusy("all connections are in use")
-                self._changed.wait(left)
-            self._in_use += 1
-        try:
-            return self._make(self.closing)
-        except BaseException:
-            with self._changed:
-                self._in_use -= 1
-                self._changed.notify()
-            raise
-
-    def _return(self, connection: Connection) -> None:
-        if self.closing.is_set():
-            connection.close()
-        with self._changed:
-            self._in_use -= 1
-            kept = not self.closing.is_set()
-            if kept:
-                self._idle.append(connection)
-            self._changed.notify_all()
-        if not kept:
-            connection.close()
+        taken = 0
+        with contextlib.suppress(queue.Empty):
+            while taken < self._max_connections:
+                connection = self._free.get(timeout=max(0.0, end - time.monotonic()))
+                taken += 1
+                if connection is not None:
+                    connection.close()
+        for _ in range(taken):
+            self._free.put(None)
