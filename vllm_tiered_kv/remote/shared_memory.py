@@ -179,7 +179,8 @@ class LeasedMatch:
 
 class SharedMemory:
     """One daemon's memory and the leases of this process in it. `RemoteStore.attach` makes it. Any
-    thread may call it."""
+    thread may call it. `on_error` is called with the error of a failed call; the other two as for
+    `RemoteStore.attach`."""
 
     def __init__(
         self,
@@ -211,34 +212,14 @@ class SharedMemory:
         self._readers = 0
         self._is_retired = False
         self._readers_lock = threading.Lock()
+        # A heartbeat would end the session of a process that was stopped for a while, and lose the
+        # replies to its requests. The attachment tells more reliably that the daemon is gone.
         self._connection = Connection(
-            settings,
+            replace(settings, heartbeat=False),
             identity.hello(attachment.token),
             closing=self._closing,
             on_late=self._release_late,
             on_hello=self._on_hello,
-        )
-
-    @classmethod
-    def attach(
-        cls,
-        path: str,
-        identity: EngineIdentity,
-        settings: Settings,
-        breaker: Breaker,
-        timeout_s: float,
-        on_error: Callable[[Exception], None],
-        on_unsettled: Callable[[], None],
-        on_unmap: Callable[[SharedMemory], None],
-    ) -> SharedMemory:
-        """Maps the daemon's memory; raises ArenaError if the daemon does not share it. `on_error`
-        is called with the error of a failed call; the others as for `RemoteStore.attach`."""
-        attachment = attach(path, identity.client, settings.connect_timeout_s)
-        # A heartbeat would end the session of a process that was stopped for a while, and lose the
-        # replies to its requests. The attachment tells more reliably that the daemon is gone.
-        settings = replace(settings, heartbeat=False)
-        return cls(
-            attachment, identity, settings, breaker, timeout_s, on_error, on_unsettled, on_unmap
         )
 
     @property

@@ -30,7 +30,7 @@ from vllm_tiered_kv.remote.address import EngineIdentity, ServerAddress, model_i
 from vllm_tiered_kv.remote.calls import Caller, RemoteCounts
 from vllm_tiered_kv.remote.connection import Connection, Settings
 from vllm_tiered_kv.remote.curve import CurveKeys
-from vllm_tiered_kv.remote.shared_memory import SharedMemory
+from vllm_tiered_kv.remote.shared_memory import SharedMemory, attach
 from vllm_tiered_kv.remote.transfers import ReadTask, WriteTask, hash_first_request, read, write
 from vllm_tiered_kv.wire.limits import MAX_CLAIM_KEYS, MAX_CLAIM_MS, MAX_KEYS, MAX_LOOKUPS
 from vllm_tiered_kv.wire.messages import (
@@ -385,10 +385,11 @@ class RemoteStore:
             if time.monotonic() < self._attach_not_before:
                 return None
             try:
-                memory = SharedMemory.attach(
-                    path,
+                settings = self._caller.settings
+                memory = SharedMemory(
+                    attach(path, self.identity.client, settings.connect_timeout_s),
                     self.identity,
-                    self._caller.settings,
+                    settings,
                     self.breaker,
                     self._timeout,
                     self._caller.record_error,
