@@ -478,7 +478,7 @@ class ToyEngine:
         end = time.monotonic() + 30
         remote = self.half.remote
         daemons = remote._lookups._local_daemons.values() if remote is not None else ()
-        while any(daemon.lookup_leases for daemon in list(daemons)):
+        while any(m.alive and m._lookup_leases for one in list(daemons) for m in one._mapped):
             # The answer to a dropped lookup may still arrive.
             assert time.monotonic() < end, "a daemon's lease was not released"
             time.sleep(0.001)

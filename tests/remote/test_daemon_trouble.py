@@ -171,7 +171,6 @@ def test_calls_to_a_stopped_daemon_keep_their_deadlines(
             eventually(lambda before=before: crowd.hits > before + 20)  # type: ignore[misc]
     finally:
         crowd.stop()
-    assert store.breaker.counts.opened >= 3
 
 
 def test_breaker_ignores_calls_with_too_short_deadlines(
@@ -184,10 +183,10 @@ def test_breaker_ignores_calls_with_too_short_deadlines(
     for _ in range(20):
         assert store.match_all(names, [RANK], deadline=within(0.01)) is None
     assert store.counts.failed_calls
-    assert store.breaker.counts.failures == 0
+    assert store.breaker.is_up
     for _ in range(3):
         assert store.match_all(names, [RANK], deadline=within(1.0)) is None
-    assert store.breaker.counts.opened == 1
+    assert store.breaker.state is BreakerState.OPEN
     daemon.thaw()
 
 
@@ -394,7 +393,6 @@ def test_namespace_with_another_layout_is_refused(daemon: DaemonProcess) -> None
     assert other.match(keys("a", 1)) == 0
     assert first.available
     assert not other.available
-    assert other.breaker.counts.refusals == 1
     first.close()
     other.close()
 

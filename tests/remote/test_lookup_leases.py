@@ -85,7 +85,7 @@ def test_another_process_reads_leased_blocks(daemon: DaemonProcess, local: Local
     lease.release()
     lease.release()
     eventually(lambda: leases_of(daemon) == 0)
-    assert local.lookup_leases == 0
+    assert not any(memory._lookup_leases for memory in local._mapped if memory.alive)
     worker.close()
 
 
@@ -160,7 +160,7 @@ def test_late_lookup_lease_is_released(daemon: DaemonProcess) -> None:
     daemon.thaw()
     eventually(lambda: requests_of(daemon)["borrow"] == 2)
     eventually(lambda: leases_of(daemon) == 0)
-    assert local.lookup_leases == 0
+    assert not any(memory._lookup_leases for memory in local._mapped if memory.alive)
     local.close()
     store.close()
 
@@ -383,6 +383,6 @@ def test_lookup_past_its_deadline_sends_nothing(
     before = requests_of(daemon)["borrow"]
     for _ in range(10):
         assert local.lookup(CHAIN, RANKS, NBYTES, within(-1.0)) is None
-    assert store.breaker.counts.failures == 0
+    assert store.breaker.is_up
     assert requests_of(daemon)["borrow"] == before
     assert ask(local).lease is not None

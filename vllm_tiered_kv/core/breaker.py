@@ -15,9 +15,14 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
+
+_THRESHOLD = 3  # failures in a row
+_COOLDOWN_S = 0.5
+_LONGEST_COOLDOWN_S = 10.0
+_REFUSAL_COOLDOWN_S = 30.0
 
 
 class BreakerState(enum.Enum):
@@ -36,16 +41,6 @@ class Attempt:
     probe: bool
 
 
-@dataclass(frozen=True, slots=True)
-class BreakerCounts:
-    """Totals since the start."""
-
-    failures: int = 0
-    refusals: int = 0
-    opened: int = 0
-    skipped: int = 0  # calls that ended at once because the breaker was not closed
-
-
 class Breaker:
     """Circuit breaker of one server, named in logs. Any thread may call it; no call waits."""
 
@@ -53,20 +48,12 @@ class Breaker:
         self,
         name: str,
         *,
-        threshold: int = 3,
-        cooldown_s: float = 0.5,
-        longest_cooldown_s: float = 10.0,
-        refusal_cooldown_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
         """`jitter` returns a number from 0 to 1 that shortens a cool-down by up to a quarter, so
         that clients do not all return to a server at once."""
         self._name = name
-        self._threshold = threshold
-        self._cooldown = cooldown_s
-        self._longest = longest_cooldown_s
-        self._refusal_cooldown = refusal_cooldown_s
         self._clock = clock
         self._jitter = jitter
         self._lock = threading.Lock()
@@ -75,7 +62,6 @@ class Breaker:
         self._failures_in_row = 0
         self._opened_in_row = 0
         self._open_until = 0.0
-        self._counts = BreakerCounts()
         self._last_refusal = ""
         self.is_up = False
         """Whether the last result was a success; False before the first one."""
@@ -83,10 +69,6 @@ class Breaker:
     @property
     def state(self) -> BreakerState:
         return self._state
-
-    @property
-    def counts(self) -> BreakerCounts:
-        return self._counts
 
     @property
     def available(self) -> bool:
@@ -104,7 +86,6 @@ class Breaker:
             if self._state is BreakerState.OPEN and self._clock() >= self._open_until:
                 self._enter(BreakerState.HALF_OPEN)
                 return Attempt(self._period, probe=True)
-            self._counts = replace(self._counts, skipped=self._counts.skipped + 1)
             return None
 
     def succeed(self, attempt: Attempt) -> None:
@@ -125,16 +106,15 @@ class Breaker:
         the address. One such failure opens the breaker, and the cool-down stays short because the
         next check is cheap."""
         with self._lock:
-            self._counts = replace(self._counts, failures=self._counts.failures + 1)
             if attempt.period != self._period:
                 return
             self._failures_in_row += 1
             self.is_up = False
-            if not attempt.probe and not is_absent and self._failures_in_row < self._threshold:
+            if not attempt.probe and not is_absent and self._failures_in_row < _THRESHOLD:
                 return
             if is_absent:
                 self._opened_in_row = 0
-            cooldown = min(self._longest, self._cooldown * 2.0 ** min(self._opened_in_row, 60))
+            cooldown = min(_LONGEST_COOLDOWN_S, _COOLDOWN_S * 2.0 ** min(self._opened_in_row, 60))
             self._open(cooldown)
             if not attempt.probe:
                 logger.warning(
@@ -146,7 +126,6 @@ class Breaker:
     def refuse(self, attempt: Attempt, reason: str) -> None:
         """The server refused this client."""
         with self._lock:
-            self._counts = replace(self._counts, refusals=self._counts.refusals + 1)
             if reason != self._last_refusal:
                 self._last_refusal = reason
                 logger.warning(
@@ -156,7 +135,7 @@ class Breaker:
                 )
             if attempt.period == self._period:
                 self.is_up = False
-                self._open(max(self._refusal_cooldown, self._longest))
+                self._open(_REFUSAL_COOLDOWN_S)
 
     def forget(self, attempt: Attempt) -> None:
         """The call ended without telling anything about the server. No effect after a result."""
@@ -168,8 +147,6 @@ class Breaker:
         self._open_until = self._clock() + cooldown * (1 - 0.25 * self._jitter())
         self._opened_in_row += 1
         self._failures_in_row = 0
-        if self._state is BreakerState.CLOSED:
-            self._counts = replace(self._counts, opened=self._counts.opened + 1)
         self._enter(BreakerState.OPEN)
 
     def _enter(self, state: BreakerState) -> None:

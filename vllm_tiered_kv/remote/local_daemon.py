@@ -114,11 +114,6 @@ class LocalDaemon:
         match = self._store.match_all(keys, ranks, 0, deadline)
         return None if match is None else LeasedMatch(match.count, None, match.by_tier)
 
-    @property
-    def lookup_leases(self) -> int:
-        """The number of lookup leases for which no release was requested."""
-        return sum(memory.lookup_leases for memory in self._mapped if memory.alive)
-
     def close(self, waits_for_readers: bool = False) -> None:
         """Releases all leases if the daemon answers, and retires the memory, which is unmapped when
         its last reader has left."""

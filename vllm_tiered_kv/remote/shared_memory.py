@@ -360,11 +360,6 @@ class SharedMemory:
             self._unreleased |= self._lookup_leases
             self._lookup_leases.clear()
 
-    @property
-    def lookup_leases(self) -> int:
-        """The number of lookup leases for which no release was requested."""
-        return len(self._lookup_leases)
-
     # ---- writing --------------------------------------------------------------------------------
 
     def reserve(
