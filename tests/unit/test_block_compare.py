@@ -7,14 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from vllm_tiered_kv.core.block_compare import (
-    Comparison,
-    LayerNumbers,
-    Likeness,
-    NumberFormat,
-    compare,
-    decode,
-)
+from vllm_tiered_kv.core.block_compare import LayerNumbers, NumberFormat, compare, decode
+from vllm_tiered_kv.core.verdict import BlockVerdict, Verdict
 
 ELEMENTS = 4096
 NUMBERS = [f for f in NumberFormat if f is not NumberFormat.OPAQUE]
@@ -43,14 +37,14 @@ def values_of(seed: int) -> np.ndarray:
 
 def against(
     held: np.ndarray, computed: np.ndarray, number_format: NumberFormat, tolerance: float = 0.05
-) -> Comparison:
+) -> BlockVerdict:
     return compare(held, computed, [LayerNumbers("", len(held), number_format)], tolerance)
 
 
 @EACH
 def test_compare_equal_bytes_is_equal(number_format: NumberFormat) -> None:
     block = encode(values_of(1), number_format)
-    assert against(block, block.copy(), number_format, 0.0) == Comparison(Likeness.EQUAL)
+    assert against(block, block.copy(), number_format, 0.0) == BlockVerdict(Verdict.EQUAL)
 
 
 @EACH
@@ -59,16 +53,16 @@ def test_compare_rounded_block_is_close_not_equal(number_format: NumberFormat) -
     noise = np.random.default_rng(2).normal(0, 0.01, ELEMENTS) * np.abs(values)
     held, computed = encode(values, number_format), encode(values + noise, number_format)
     found = against(held, computed, number_format)
-    assert found.likeness is Likeness.CLOSE
+    assert found.verdict is Verdict.CLOSE
     assert 0 < found.largest < 0.05 + number_format.step
-    assert against(held, computed, number_format, 0.0).likeness is Likeness.DIFFERENT
+    assert against(held, computed, number_format, 0.0).verdict is Verdict.DIFFERENT
 
 
 @EACH
 def test_compare_block_of_other_prompt_is_different(number_format: NumberFormat) -> None:
     held, computed = (encode(values_of(seed), number_format) for seed in (1, 2))
     found = against(held, computed, number_format)
-    assert found.likeness is Likeness.DIFFERENT
+    assert found.verdict is Verdict.DIFFERENT
     assert found.overall > 1
 
 
@@ -80,7 +74,7 @@ def test_compare_changed_cache_line_is_different(number_format: NumberFormat) ->
         held = computed.copy()
         start = 64 * int(rng.integers(len(held) // 64))
         held[start : start + 64] = rng.integers(0, 256, 64)
-        assert against(held, computed, number_format).likeness is Likeness.DIFFERENT, seed
+        assert against(held, computed, number_format).verdict is Verdict.DIFFERENT, seed
 
 
 @EACH
@@ -88,9 +82,9 @@ def test_compare_zeroed_block_is_different(number_format: NumberFormat) -> None:
     computed = encode(values_of(1), number_format)
     held = computed.copy()
     held[: len(held) // 8] = 0
-    assert against(held, computed, number_format).likeness is Likeness.DIFFERENT
+    assert against(held, computed, number_format).verdict is Verdict.DIFFERENT
     found = against(computed, np.zeros_like(computed), number_format)
-    assert (found.likeness, found.largest) == (Likeness.DIFFERENT, math.inf)
+    assert (found.verdict, found.largest) == (Verdict.DIFFERENT, math.inf)
 
 
 def test_compare_nan_requires_identical_bits() -> None:
@@ -99,10 +93,10 @@ def test_compare_nan_requires_identical_bits() -> None:
     computed = values.view(np.uint8).copy()
     held = computed.copy()
     held.view(np.float32)[0] *= np.float32(1.0001)
-    assert against(held, computed, NumberFormat.FLOAT32).likeness is Likeness.CLOSE
+    assert against(held, computed, NumberFormat.FLOAT32).verdict is Verdict.CLOSE
     held.view(np.float32)[9] = math.nan
     found = against(held, computed, NumberFormat.FLOAT32)
-    assert (found.likeness, found.largest) == (Likeness.DIFFERENT, math.inf)
+    assert (found.verdict, found.largest) == (Verdict.DIFFERENT, math.inf)
 
 
 def test_compare_uses_scale_of_each_layer() -> None:
@@ -117,18 +111,18 @@ def test_compare_uses_scale_of_each_layer() -> None:
     ]
     computed, held = np.concatenate([large, small]), np.concatenate([large, other])
     found = compare(held, computed, layers, 0.05)
-    assert (found.likeness, found.layer) == (Likeness.DIFFERENT, "small")
+    assert (found.verdict, found.layer) == (Verdict.DIFFERENT, "small")
     whole = against(held, computed, NumberFormat.BFLOAT16)
-    assert whole.likeness is Likeness.CLOSE  # so the division into layers matters
+    assert whole.verdict is Verdict.CLOSE  # so the division into layers matters
 
 
 def test_compare_opaque_format_requires_equal_bytes() -> None:
     computed = np.arange(64, dtype=np.uint8)
     held = computed.copy()
     held[3] ^= 1
-    assert compare(held, computed, [], 0.5).likeness is Likeness.DIFFERENT
-    assert against(held, computed, NumberFormat.OPAQUE, 1.0).likeness is Likeness.DIFFERENT
-    assert compare(computed, computed.copy(), [], 0).likeness is Likeness.EQUAL
+    assert compare(held, computed, [], 0.5).verdict is Verdict.DIFFERENT
+    assert against(held, computed, NumberFormat.OPAQUE, 1.0).verdict is Verdict.DIFFERENT
+    assert compare(computed, computed.copy(), [], 0).verdict is Verdict.EQUAL
 
 
 def test_decode_fp8_matches_ocp_definition() -> None:
@@ -148,7 +142,7 @@ def test_compare_single_outlier_is_different() -> None:
     held = computed.copy()
     held[5] += np.abs(computed).max() / 2
     found = against(held.view(np.uint8), computed.view(np.uint8), NumberFormat.FLOAT32)
-    assert found.likeness is Likeness.DIFFERENT
+    assert found.verdict is Verdict.DIFFERENT
     assert found.overall < 0.05 < found.largest
 
 
@@ -157,7 +151,7 @@ def test_compare_small_errors_everywhere_is_different() -> None:
     signs = np.random.default_rng(2).choice([-0.3, 0.3], ELEMENTS)
     held = (computed + signs).astype(np.float32)
     found = against(held.view(np.uint8), computed.view(np.uint8), NumberFormat.FLOAT32)
-    assert found.likeness is Likeness.DIFFERENT
+    assert found.verdict is Verdict.DIFFERENT
     assert found.largest < 0.05 < found.overall
 
 
@@ -165,7 +159,7 @@ def test_compare_small_errors_everywhere_is_different() -> None:
 def test_compare_ignores_layers_that_are_not_compared(tolerance: float) -> None:
     layers = [LayerNumbers("model", 64), LayerNumbers("draft", 128, is_compared=False)]
     computed = np.arange(128, dtype=np.uint8)
-    for at, likeness in ((100, Likeness.EQUAL), (10, Likeness.DIFFERENT)):
+    for at, verdict in ((100, Verdict.EQUAL), (10, Verdict.DIFFERENT)):
         held = computed.copy()
         held[at] ^= 0xFF
-        assert compare(held, computed, layers, tolerance).likeness is likeness
+        assert compare(held, computed, layers, tolerance).verdict is verdict

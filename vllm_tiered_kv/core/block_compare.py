@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from vllm_tiered_kv.core.verdict import BlockVerdict, Verdict
+
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
@@ -54,38 +56,17 @@ class LayerNumbers:
     is_compared: bool = True
 
 
-class Likeness(enum.Enum):
-    """Result of comparing two blocks."""
-
-    EQUAL = enum.auto()  # byte by byte
-    CLOSE = enum.auto()  # within the tolerance
-    DIFFERENT = enum.auto()
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Result of `compare`, with the differences of the worst layer."""
-
-    likeness: Likeness
-    largest: float = 0.0
-    """Largest difference of an element relative to the largest value of its layer; infinite if it
-    cannot be computed."""
-    overall: float = 0.0
-    """L2 norm of the differences relative to the L2 norm of the layer."""
-    layer: str = ""  # name of the worst layer
-
-
 def compare(
     held: Bytes, computed: Bytes, layers: Sequence[LayerNumbers], tolerance: float
-) -> Comparison:
+) -> BlockVerdict:
     """Compares two blocks. Without layers, or with a tolerance of 0, only equal bytes are accepted.
 
     An element may exceed the tolerance by one step of its format: rounding turns even the smallest
     difference into a whole step.
     """
     if np.array_equal(held, computed):
-        return Comparison(Likeness.EQUAL)
-    likeness = Likeness.EQUAL
+        return BlockVerdict(Verdict.EQUAL)
+    verdict = Verdict.EQUAL
     largest = overall = 0.0
     worst_layer, start = "", 0
     for layer in layers or (LayerNumbers("", len(computed)),):
@@ -94,14 +75,14 @@ def compare(
         part, start = slice(start, layer.end), layer.end
         if not layer.is_compared or np.array_equal(held[part], computed[part]):
             continue
-        if likeness is Likeness.EQUAL:
-            likeness = Likeness.CLOSE if tolerance else Likeness.DIFFERENT
+        if verdict is Verdict.EQUAL:
+            verdict = Verdict.CLOSE if tolerance else Verdict.DIFFERENT
         of_one, of_all = _relative(held[part], computed[part], layer)
         if of_one > tolerance + layer.number_format.step or of_all > tolerance:
-            likeness = Likeness.DIFFERENT
+            verdict = Verdict.DIFFERENT
         if max(of_one, of_all) > max(largest, overall):
             largest, overall, worst_layer = of_one, of_all, layer.name
-    return Comparison(likeness, largest, overall, worst_layer)
+    return BlockVerdict(verdict, largest, overall, worst_layer)
 
 
 def _relative(held: Bytes, computed: Bytes, layer: LayerNumbers) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from vllm_tiered_kv.core.transfer import GroupTransfer, Int64Array
 class Verdict(enum.IntEnum):
     """Verdict on one block, from best to worst. With several ranks the worst verdict counts."""
 
-    EQUAL = 0
+    EQUAL = 0  # byte by byte
     CLOSE = 1  # different bytes, within the tolerance
     NOT_COMPARED = 2  # the tier no longer had the block, or the recomputed copy was missing
     DIFFERENT = 3
@@ -24,9 +24,12 @@ class BlockVerdict:
     """One rank's verdict on one block, with the differences of the worst layer."""
 
     verdict: Verdict
-    largest: float = 0.0  # as in `block_compare.Comparison`
+    largest: float = 0.0
+    """Largest difference of an element relative to the largest value of its layer; infinite if it
+    cannot be computed."""
     overall: float = 0.0
-    layer: str = ""
+    """L2 norm of the differences relative to the L2 norm of the layer."""
+    layer: str = ""  # name of the worst layer
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
-from vllm_tiered_kv.core.block_compare import LayerNumbers, Likeness, compare
+from vllm_tiered_kv.core.block_compare import LayerNumbers, compare
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.transfer import Int64Array, StoreJob
 from vllm_tiered_kv.core.verdict import BlockVerdict, Verdict, VerifyJob
@@ -29,11 +29,6 @@ logger = logging.getLogger(__name__)
 ReadRemote = Callable[[str, BlockKey, memoryview], bool]
 """Reads this rank's shard of a block from the daemon at an address; False if it is not there."""
 
-_VERDICTS = {
-    Likeness.EQUAL: Verdict.EQUAL,
-    Likeness.CLOSE: Verdict.CLOSE,
-    Likeness.DIFFERENT: Verdict.DIFFERENT,
-}
 _NOT_COMPARED = BlockVerdict(Verdict.NOT_COMPARED)
 _NO_OBJECTION = BlockVerdict(Verdict.EQUAL)  # neutral: the scheduler takes the worst of all ranks
 
@@ -147,8 +142,7 @@ class BlockVerifier:
             ):
                 return _NOT_COMPARED
         layers = self._layers.get(job.copy.group_id, ())
-        found = compare(held, computed, layers, self._tolerance)
-        return BlockVerdict(_VERDICTS[found.likeness], found.largest, found.overall, found.layer)
+        return compare(held, computed, layers, self._tolerance)
 
     def _block(self, arena: Arena, job: VerifyJob, slots: Int64Array, number: int) -> np.ndarray:
         size_class = self._geometry.class_of_block(job.block_bytes)
