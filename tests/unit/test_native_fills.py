@@ -47,12 +47,12 @@ def test_fill_pool_descriptor_is_readable_until_collected() -> None:
     pool = FillPool()
     assert not is_readable(pool)
     for ticket in (1, 2):
-        pool.start(ticket, [memoryview(bytearray(1 << 20))], [memoryview(bytes(1 << 20))])
+        pool.start(ticket, [memoryview(bytearray(1 << 20))], [memoryview(bytes(1 << 20))], 0)
     pool.wait()
     assert is_readable(pool)
     assert sorted(ticket for ticket, _ in pool.collect()) == [1, 2]
     assert not is_readable(pool)
-    pool.start(3, [], [])  # nothing to copy: finishes at once
+    pool.start(3, [], [], 0)  # nothing to copy: finishes at once
     assert is_readable(pool)
     assert pool.collect() == [(3, [])]
 
@@ -60,7 +60,7 @@ def test_fill_pool_descriptor_is_readable_until_collected() -> None:
 def test_fill_pool_holds_buffers_until_collected() -> None:
     pool = FillPool()
     into, source = bytearray(100_000), bytearray(b"x" * 100_000)
-    pool.start(1, [memoryview(into)], [memoryview(source)])
+    pool.start(1, [memoryview(into)], [memoryview(source)], 0)
     pool.wait()
     for held in (into, source):
         with pytest.raises(BufferError):
@@ -74,7 +74,7 @@ def test_fill_pool_holds_buffers_until_collected() -> None:
 def test_fill_pool_deleted_finishes_copies() -> None:
     pool = FillPool()
     into, source = bytearray(8 << 20), bytearray(b"x" * (8 << 20))
-    pool.start(1, [memoryview(into)], [memoryview(source)])
+    pool.start(1, [memoryview(into)], [memoryview(source)], 0)
     del pool
     assert into == source
     into.append(0)  # possible only if the buffer is no longer exported
@@ -90,13 +90,13 @@ def test_fill_pool_invalid_copy_is_refused() -> None:
         ([memoryview(bytes(100))], [memoryview(source)]),
     ):
         with pytest.raises(NativeError):
-            pool.start(1, places, sources)
+            pool.start(1, places, sources, 0)
     del places, sources
     into.append(0)
     source.append(0)
-    pool.start(1, [], [])
+    pool.start(1, [], [], 0)
     with pytest.raises(NativeError, match="ticket"):
-        pool.start(1, [], [])
+        pool.start(1, [], [], 0)
     assert pool.collect() == [(1, [])]
 
 

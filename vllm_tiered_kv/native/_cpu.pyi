@@ -107,13 +107,26 @@ class ZmqSender:
     def take_sent(self) -> list[int]: ...
 
 class FillPool:
+    """Copies received blocks to their slots without blocking the caller. Thread-safe.
+
+    The daemon's event loop starts copies and collects finished ones when `descriptor` is readable.
+    """
+
     @property
-    def descriptor(self) -> int: ...
+    def descriptor(self) -> int:
+        """Readable while there are finished copies to collect. Closed with this pool."""
+
     def start(
         self, ticket: int, into: Sequence[Buffer], sources: Sequence[Buffer], threads: int
-    ) -> None: ...
-    def collect(self) -> list[tuple[int, list[int]]]: ...
-    def wait(self) -> None: ...
+    ) -> None:
+        """Like `copy_and_hash`, but returns at once. The buffers are held until the ticket is
+        collected. Each ticket must be larger than the one before."""
+
+    def collect(self) -> list[tuple[int, list[int]]]:
+        """Returns the tickets finished since the last call, with the checksums of their blocks."""
+
+    def wait(self) -> None:
+        """Waits until all copies started before the call have finished and can be collected."""
 
 def read_file_blocks(
     fd: int, offsets: NDArray[np.int64], into: Sequence[Buffer], threads: int

@@ -18,6 +18,7 @@ from vllm_tiered_kv.native import _cpu
 from vllm_tiered_kv.native._cpu import (
     MAX_REPLY_BLOCKS,
     BlockLayout,
+    FillPool,
     extend_keys,
     follow,
     pack_get_reply,
@@ -28,7 +29,7 @@ from vllm_tiered_kv.native._cpu import (
     xxh3_64,
 )
 
-__all__ = ["BlockLayout", "HostRegion", "checksum", "extend_keys", "gather", "scatter"]
+__all__ = ["BlockLayout", "FillPool", "HostRegion", "checksum", "extend_keys", "gather", "scatter"]
 __all__ += ["follow", "release_free_memory", "send_frames", "sha256", "xxh3_64"]
 # The headers of most reads: a `get` of a few blocks, and the reply with them. `wire/codec.py` has
 # all forms of these messages, but takes longer than the rest of such a request in a busy daemon.
@@ -127,37 +128,3 @@ def write_blocks(
     blocks that were not started get ECANCELED.
     """
     return _cpu.write_file_blocks(fd, np.asarray(offsets, np.int64), sources, expected, threads)
-
-
-class FillPool:
-    """Copies received blocks to their slots without blocking the caller. Thread-safe.
-
-    The daemon's event loop starts copies and collects finished ones when `descriptor` is readable.
-    """
-
-    def __init__(self) -> None:
-        self._native = _cpu.FillPool()
-
-    @property
-    def descriptor(self) -> int:
-        """Readable while there are finished copies to collect. Closed with this pool."""
-        return self._native.descriptor
-
-    def start(
-        self,
-        ticket: int,
-        into: Sequence[memoryview],
-        sources: Sequence[memoryview],
-        threads: int = 0,
-    ) -> None:
-        """Like `copy_and_hash`, but returns at once. The buffers are held until the ticket is
-        collected. Each ticket must be larger than the one before."""
-        self._native.start(ticket, into, sources, threads)
-
-    def collect(self) -> list[tuple[int, list[int]]]:
-        """Returns the tickets finished since the last call, with the checksums of their blocks."""
-        return self._native.collect()
-
-    def wait(self) -> None:
-        """Waits until all copies started before the call have finished and can be collected."""
-        self._native.wait()

@@ -45,7 +45,7 @@ class Fills:
             ticket = next(self._tickets)
             self._in_flight[ticket] = filled
             try:
-                self._pool.start(ticket, into, sources)
+                self._pool.start(ticket, into, sources, 0)
             except BaseException:
                 del self._in_flight[ticket]
                 raise
