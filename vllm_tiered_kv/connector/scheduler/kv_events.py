@@ -68,9 +68,10 @@ class TierEvents:
         """`max_gpu_blocks`: planned stores that are remembered. `max_sent_blocks`: announced blocks
         of daemons; beyond these the oldest ones are announced as removed."""
         from vllm.distributed.kv_events import BlockRemoved
+        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
         self._removed_event = BlockRemoved
-        self._external = _external_form()
+        self._external: Callable[[Any], Any] = maybe_convert_block_hash  # a hash as in events
         self._max_planned = 2 * max_gpu_blocks
         self._max_sent = max_sent_blocks
         self._hash_size = 0
@@ -239,20 +240,6 @@ class TierEvents:
 def _announced(origin: _Origin | Announced) -> Announced:
     first, second = origin
     return (first.hashes[second], first.group.group_id) if isinstance(first, _Span) else origin  # type: ignore[return-value]
-
-
-def _low_64_bits(block_hash: bytes) -> int:
-    return int.from_bytes(block_hash, "big") & ((1 << 64) - 1)
-
-
-def _external_form() -> Callable[[bytes], Any]:
-    """vLLM's function from a block's hash to that in events. For its default, a faster one: vLLM's
-    own reads the environment at every call."""
-    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-
-    sample = bytes(range(32))
-    form: Callable[[Any], Any] = maybe_convert_block_hash
-    return _low_64_bits if form(sample) == _low_64_bits(sample) else form
 
 
 def _extra_keys(
