@@ -304,7 +304,7 @@ def test_idle_ipc_client_reconnects_and_loses_nothing(folder: Path, connect: Con
         assert again.is_complete
         again.release()
         assert memory.is_settled
-        assert store.counts.failed_calls == 0
+        assert store.failed_calls == 0
         assert store.last_error is None
         store.close()
 
@@ -329,7 +329,7 @@ def test_ipc_client_with_leases_is_idle_later_and_keeps_them(
         assert store.match(chain) == len(chain)
         memory.settle()
         eventually(lambda: watching.stats()["leases"] == 0)
-        assert store.counts.failed_calls == 0
+        assert store.failed_calls == 0
         assert store.last_error is None
         store.close()
 

@@ -60,7 +60,7 @@ def test_call_in_a_forgotten_session_is_retried(
         assert set(store.put(items(keys("new", 6)))) == {PutResult.STORED}
     else:
         assert store.flush()
-    assert store.counts.failed_calls == 0
+    assert store.failed_calls == 0
     assert store.last_error is None
 
 

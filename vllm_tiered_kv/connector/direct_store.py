@@ -27,7 +27,6 @@ from vllm_tiered_kv.errors import ConfigError, NotDeletedError, TransferPending
 from vllm_tiered_kv.native.cpu import HostRegion
 from vllm_tiered_kv.options import redacted
 from vllm_tiered_kv.remote.address import EngineIdentity
-from vllm_tiered_kv.remote.calls import RemoteCounts
 from vllm_tiered_kv.remote.placement import ServerGroup
 from vllm_tiered_kv.remote.store import ClaimResult, RemoteMatch
 from vllm_tiered_kv.stores import registry
@@ -100,7 +99,7 @@ class DirectStore:
         self._regions: list[HostRegion] = []
         self._lock = threading.Lock()
         self._late: set[Future[Any]] = set()
-        self._failed_calls = 0
+        self.failed_calls = 0
         self._closed = False
 
     # ---- state ----------------------------------------------------------------------------------
@@ -114,11 +113,6 @@ class DirectStore:
     @property
     def is_up(self) -> bool:
         return self.available and self._store is not None and not self._store.is_absent
-
-    @property
-    def counts(self) -> RemoteCounts:
-        damaged = 0 if self._store is None else self._store.damaged_blocks
-        return RemoteCounts(damaged, self._failed_calls)
 
     def greet(self, connections: int = 1) -> None:
         self._opened()
@@ -274,7 +268,7 @@ class DirectStore:
 
     def _count_failure(self) -> None:
         with self._lock:
-            self._failed_calls += 1
+            self.failed_calls += 1
 
 
 def _without_key(error: ConfigError | OSError) -> str:

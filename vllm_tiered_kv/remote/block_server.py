@@ -8,7 +8,6 @@ from typing import Protocol, TypeGuard
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.store import Durability, PutItem, PutResult, StoreKey
 from vllm_tiered_kv.remote.address import EngineIdentity, ServerAddress
-from vllm_tiered_kv.remote.calls import RemoteCounts
 from vllm_tiered_kv.remote.store import ClaimResult, RemoteMatch, RemoteStore
 
 
@@ -28,7 +27,7 @@ class BlockServer(Protocol):
     def is_up(self) -> bool: ...
 
     @property
-    def counts(self) -> RemoteCounts: ...
+    def failed_calls(self) -> int: ...
 
     def greet(self, connections: int = 1) -> None: ...
 

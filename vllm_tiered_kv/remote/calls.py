@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 from vllm_tiered_kv.core.breaker import Attempt, Breaker
@@ -32,15 +31,6 @@ _MAX_WARNINGS = 64
 _MIN_FAIR_S = 0.02  # a timeout shorter than this says nothing about the daemon
 _OPENING_S = 0.25  # a running daemon accepts a session in less, even if it is busy
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteCounts:
-    """Totals since the start."""
-
-    damaged_blocks: int = 0  # received with a wrong checksum
-    failed_calls: int = 0  # ended by a timeout, a broken connection or a refusal
-    restarts: int = 0  # times another instance of the daemon answered
 
 
 def record_failure(breaker: Breaker, attempt: Attempt, error: Exception, allowed_s: float) -> None:
@@ -91,7 +81,7 @@ class Caller:
         self.settings = settings
         self.breaker = breaker
         self.pool = ConnectionPool(self._connect, max_connections)
-        self.counts = RemoteCounts()
+        self.failed_calls = 0  # ended by a timeout, a broken connection or a refusal
         self.last_error: Exception | None = None  # of the last call that failed
         self._hello = identity.hello()
         self._lock = threading.Lock()
@@ -125,15 +115,6 @@ class Caller:
         """Ends calls in flight and closes all sockets. Idempotent."""
         self.pool.close(wait_s)
 
-    def count(self, *, damaged_blocks: int = 0, failed_calls: int = 0, restarts: int = 0) -> None:
-        with self._lock:
-            now = self.counts
-            self.counts = RemoteCounts(
-                now.damaged_blocks + damaged_blocks,
-                now.failed_calls + failed_calls,
-                now.restarts + restarts,
-            )
-
     def record_error(self, error: Exception) -> None:
         self.last_error = error
 
@@ -159,7 +140,8 @@ class Caller:
                 self._opening.release()
 
     def _failed(self, attempt: Attempt, error: Exception, progress: bool, allowed_s: float) -> None:
-        self.count(failed_calls=1)
+        with self._lock:
+            self.failed_calls += 1
         self.record_error(error)
         if self.pool.closing.is_set():
             return
@@ -177,7 +159,6 @@ class Caller:
         with self._lock:
             known, self._instance = self._instance, reply.instance
         if known not in (None, reply.instance):
-            self.count(restarts=1)
             logger.warning(
                 "daemon %s was restarted; its memory tier starts empty", self.settings.address
             )

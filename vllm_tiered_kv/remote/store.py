@@ -27,7 +27,7 @@ from vllm_tiered_kv.core.store import (
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.errors import ArenaError, ConnectionLost
 from vllm_tiered_kv.remote.address import EngineIdentity, ServerAddress, model_in
-from vllm_tiered_kv.remote.calls import Caller, RemoteCounts
+from vllm_tiered_kv.remote.calls import Caller
 from vllm_tiered_kv.remote.connection import Connection, Settings
 from vllm_tiered_kv.remote.curve import CurveKeys
 from vllm_tiered_kv.remote.shared_memory import SharedMemory, attach
@@ -114,8 +114,9 @@ class RemoteStore:
         return self.breaker.is_up
 
     @property
-    def counts(self) -> RemoteCounts:
-        return self._caller.counts
+    def failed_calls(self) -> int:
+        """How many calls were ended by a timeout, a broken connection or a refusal."""
+        return self._caller.failed_calls
 
     @property
     def last_error(self) -> Exception | None:
@@ -431,7 +432,6 @@ class RemoteStore:
         finally:
             damaged = list(dict.fromkeys(task.key for task in tasks if task.damaged))
             if damaged:
-                self._caller.count(damaged_blocks=len(damaged))
                 self._caller.warn_once("sent damaged blocks; they count as misses and are deleted")
         for batch in _batches(damaged, connection):
             connection.call(Delete(self.identity.key_bytes, batch), DeleteReply, deadline=deadline)

@@ -354,11 +354,11 @@ class RemoteLookups:
 
     def _delete(self, keys: Sequence[BlockKey]) -> None:
         for store in self._cluster.stores.values():
-            failed = store.counts.failed_calls
+            failed = store.failed_calls
             if store.available:
                 namespace = store.identity.namespace
                 store.delete([store_key(namespace, k, rank) for k in keys for rank in self._ranks])
-            if not store.available or store.counts.failed_calls > failed:
+            if not store.available or store.failed_calls > failed:
                 logger.warning(
                     "daemon %s did not delete %d block(s) that failed verification and may serve "
                     "them again; see its log",

@@ -307,7 +307,7 @@ class RemoteTier:
         for address, store in self._cluster.stores.items():
             recorder.set(names.DAEMON_UP, int(store.is_up), address)
             recorder.show(names.DAEMON_ERRORS, address)
-            failed = store.counts.failed_calls - recorder.total(names.DAEMON_ERRORS, address)
+            failed = store.failed_calls - recorder.total(names.DAEMON_ERRORS, address)
             recorder.add(names.DAEMON_ERRORS, failed, address)
 
     def close(self) -> None:
