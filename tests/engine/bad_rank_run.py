@@ -177,7 +177,7 @@ class Run:
         return {
             "pinned": len(self.half.index.pinned_slots()),
             "stores": ledger.has_open_stores,
-            "loads": ledger.has_open_loads + ledger.has_open_step_loads,
+            "loads": len(ledger._loads) + len(ledger._step_loads),
             "puts": ledger.has_open_puts,
             "requests": len(self.half._requests) + len(self._scheduler.requests),
             "GPU blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),

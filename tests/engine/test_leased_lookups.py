@@ -190,7 +190,7 @@ def test_leases_of_a_lookup_that_was_a_miss_are_released(
 def until_loading(toy: ToyEngine, request: str) -> None:
     """Beside the steps, or ahead of one; such a load may be over by the end of its step."""
     ledger = toy.half.ledger
-    while not ledger.is_loading(request) and not ledger.has_open_step_loads:
+    while not ledger.is_loading(request) and not ledger._step_loads:
         if toy.copier.ahead_blocks or request in toy.finished:
             break
         toy.step()

@@ -9,10 +9,10 @@ from concurrent.futures import Future
 import pytest
 
 from vllm_tiered_kv.connector.scheduler.compute_once import (
-    Claims,
     ComputeOnce,
     Verdict,
 )
+from vllm_tiered_kv.connector.scheduler.remote_claims import RemoteClaims
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.store import StoreKey
 from vllm_tiered_kv.metrics import names
@@ -31,7 +31,7 @@ class Engine:
     the first four with `A8`."""
 
     def __init__(
-        self, hit_lag: int = 0, is_measured: bool = True, claims: Claims | None = None
+        self, hit_lag: int = 0, is_measured: bool = True, claims: RemoteClaims | None = None
     ) -> None:
         self.now = 100.0
         self.computed = Counter[str]()  # tokens

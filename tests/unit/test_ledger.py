@@ -201,10 +201,10 @@ def test_ledger_load_ahead_pins_until_all_ranks_report() -> None:
     job = loading_ahead(tier, 2)
     assert tier.ledger.report_step_load(job, [True]) is None
     assert len(tier.index.pinned_slots()) == 2
-    assert tier.ledger.has_open_step_loads
+    assert tier.ledger._step_loads
     assert tier.ledger.report_step_load(job, [True]) is None
     assert not tier.index.pinned_slots()
-    assert not tier.ledger.has_open_step_loads
+    assert not tier.ledger._step_loads
     assert tier.index.match_prefix(KEYS) == 2
     tier.index.check()
 

@@ -287,10 +287,6 @@ class TransferLedger:
         return any(load.remote_blocks for load in (*self._loads.values(), *step_loads))
 
     @property
-    def has_open_step_loads(self) -> bool:
-        return bool(self._step_loads)
-
-    @property
     def has_open(self) -> bool:
         """Whether a transfer is open whose reports are still awaited."""
         to_tier = len(self._stores) + len(self._fetches)

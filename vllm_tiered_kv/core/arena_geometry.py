@@ -14,9 +14,9 @@ has slabs of a fixed size and adds a size class when a new block size arrives.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -29,26 +29,6 @@ _MAX_SLAB_BYTES = 256 << 20
 
 def aligned(nbytes: int, alignment: int = SLOT_ALIGNMENT) -> int:
     return -(-nbytes // alignment) * alignment
-
-
-class Geometry(Protocol):
-    """The dimensions of an arena that slot bookkeeping needs."""
-
-    @property
-    def capacity_bytes(self) -> int: ...
-    @property
-    def slot_bytes(self) -> Sequence[int]:
-        """Per size class."""
-
-    @property
-    def slab_bytes(self) -> int: ...
-    @property
-    def num_slabs(self) -> int: ...
-    @property
-    def slots_per_slab(self) -> int:
-        """The stride of slot ids."""
-
-    def slots_in_slab(self, size_class: int) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -171,3 +151,6 @@ class SlabGeometry:
         per_slab, slab_bytes = self.slots_per_slab, self.slab_bytes
         slot_bytes = self.slot_bytes[size_class]
         return [slot // per_slab * slab_bytes + slot % per_slab * slot_bytes for slot in slots]
+
+
+Geometry: TypeAlias = ArenaGeometry | SlabGeometry

@@ -130,11 +130,8 @@ class EngineIdentity:
 
     def wire_keys(self, keys: Sequence[StoreKey]) -> list[bytes] | None:
         """Returns all keys without their namespace; None if one has another namespace or length."""
-        prefix = self.namespace[:NAMESPACE_BYTES]
-        nbytes = NAMESPACE_BYTES + self.key_bytes
-        if not all(len(key) == nbytes and key.startswith(prefix) for key in keys):
-            return None
-        return [key[NAMESPACE_BYTES:] for key in keys]
+        ours = [wire for key in keys if (wire := self.wire_key(key)) is not None]
+        return ours if len(ours) == len(keys) else None
 
     def wire_key(self, key: StoreKey) -> bytes | None:
         """Returns the key without its namespace; None if it has another namespace or length."""

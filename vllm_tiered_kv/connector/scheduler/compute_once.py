@@ -31,8 +31,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
 
+from vllm_tiered_kv.connector.scheduler.remote_claims import RemoteClaims
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import WaitOutcome
@@ -58,18 +58,6 @@ class Verdict(enum.Enum):
     WAIT = enum.auto()
     LOOK_AGAIN = enum.auto()
     """Wait, and ask the daemons again what they hold."""
-
-
-class Claims(Protocol):
-    """Claims at daemons; `RemoteClaims` is the implementation."""
-
-    timeout_s: float
-
-    def claim(self, keys: Sequence[BlockKey], first: int, ttl_s: float) -> Future[ClaimResult]: ...
-
-    def release(self, keys: Sequence[BlockKey], first: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -117,7 +105,7 @@ class ComputeOnce:
         expected_s: Callable[[int, int], float | None],
         recorder: Recorder,
         hit_lag: int = 0,
-        claims: Claims | None = None,
+        claims: RemoteClaims | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`block_size`: tokens for each key. `step_tokens`: the most that a step computes.
@@ -292,7 +280,12 @@ class ComputeOnce:
     # ---- other engines --------------------------------------------------------------------------
 
     def _query_engines(
-        self, claims: Claims, request_id: str, keys: Sequence[BlockKey], had: int, limit: int
+        self,
+        claims: RemoteClaims,
+        request_id: str,
+        keys: Sequence[BlockKey],
+        had: int,
+        limit: int,
     ) -> Verdict:
         """Claims what the request is about to compute, or lets it wait for another engine's claim.
         Called again and again, while the answer is on its way and while the request waits."""
