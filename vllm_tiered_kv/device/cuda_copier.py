@@ -168,6 +168,21 @@ class CudaCopier:
         by_layer: bool,
         overtakes: bool = False,
     ) -> None:
+        event = self._enqueue_step_load(blocks, by_layer, overtakes)
+        if self._parts_waited is None:
+            event.wait_in(self._compute_stream())
+        self._step_loads.append(_OpenStepLoad(job_ids, event))
+
+    def can_load_early(self) -> bool:
+        return self._step_stream == self._compute_stream()
+
+    def load_early(self, job_ids: Sequence[int], blocks: Sequence[PinnedBlocks]) -> None:
+        self._early = self._enqueue_step_load(blocks, by_layer=False, overtakes=False)
+        self._step_loads.append(_OpenStepLoad(job_ids, self._early))
+
+    def _enqueue_step_load(
+        self, blocks: Sequence[PinnedBlocks], by_layer: bool, overtakes: bool
+    ) -> native.Event:
         try:
             if not overtakes:
                 self._load_stream.wait(self._fence)
@@ -177,29 +192,11 @@ class CudaCopier:
                 self._inbound.enqueue(part, self._load_stream)
             if by_layer:
                 self._enqueue_parts(blocks[whole:])
-            event = self._mark(self._load_stream)
+            return self._mark(self._load_stream)
         except TieredKVError:
             logger.exception("a load failed; retrying with plain copies")
             self._parts_waited = None
-            event = self._load_with_fallback(blocks)
-        if self._parts_waited is None:
-            event.wait_in(self._compute_stream())
-        self._step_loads.append(_OpenStepLoad(job_ids, event))
-
-    def can_load_early(self) -> bool:
-        return self._step_stream == self._compute_stream()
-
-    def load_early(self, job_ids: Sequence[int], blocks: Sequence[PinnedBlocks]) -> None:
-        try:
-            self._load_stream.wait(self._fence)
-            for part in blocks:
-                self._inbound.enqueue(part, self._load_stream)
-            event = self._mark(self._load_stream)
-        except TieredKVError:
-            logger.exception("a load failed; retrying with plain copies")
-            event = self._load_with_fallback(blocks)
-        self._early = event
-        self._step_loads.append(_OpenStepLoad(job_ids, event))
+            return self._load_with_fallback(blocks)
 
     def begin_step(self) -> None:
         self._step_stream = self._compute_stream()

@@ -133,16 +133,6 @@ class Direct:
 class Staged(StagingRing):
     """DMA of whole blocks into staging memory, followed by a kernel that scatters them."""
 
-    def __init__(
-        self,
-        device: int,
-        layouts: Mapping[int, native.CudaBlockLayout],
-        block_bytes: Mapping[int, int],
-        staging: native.DeviceBuffer,
-    ) -> None:
-        super().__init__(device, block_bytes, staging)
-        self._layouts = layouts
-
     @staticmethod
     def fits(staging_bytes: int, block_bytes: Mapping[int, int]) -> bool:
         return stage_bytes(staging_bytes, STAGES) >= max(aligned(n) for n in block_bytes.values())

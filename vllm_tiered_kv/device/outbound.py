@@ -53,8 +53,7 @@ class StagedOut(StagingRing):
         block_bytes: Mapping[int, int],
         staging: native.DeviceBuffer,
     ) -> None:
-        super().__init__(device, block_bytes, staging)
-        self._layouts = layouts
+        super().__init__(device, layouts, block_bytes, staging)
         self._lanes = DmaLanes(device)
 
     def _fill(self, blocks: PinnedBlocks, staged: Int64Array, stream: native.Stream) -> None:

@@ -69,9 +69,14 @@ class StagingRing(ABC):
     the one before it is emptied on the caller's. `Staged` and `StagedOut` say how."""
 
     def __init__(
-        self, device: int, block_bytes: Mapping[int, int], staging: native.DeviceBuffer
+        self,
+        device: int,
+        layouts: Mapping[int, native.CudaBlockLayout],
+        block_bytes: Mapping[int, int],
+        staging: native.DeviceBuffer,
     ) -> None:
         """Takes ownership of the staging memory."""
+        self._layouts = layouts
         self._block_bytes = block_bytes
         self._staging = staging
         self._stage_bytes = stage_bytes(staging.nbytes, STAGES)
