@@ -84,7 +84,7 @@ class BlockIndex:
         now: Callable[[], int] | None = None,
         ghosts: Ghosts | None = None,
         quota_of: Callable[[bytes], int | None] | None = None,
-        on_removed: Callable[[bytes], None] = lambda key: None,
+        on_removed: Callable[[bytes], None] | None = None,
     ) -> None:
         """`on_evict(key, nbytes)` is called for every evicted block. `may_evict(key)` can veto an
         eviction and may pin the block. `is_below(key)` returns whether a lower tier holds the
@@ -117,7 +117,7 @@ class BlockIndex:
         hooks: Hooks,
         native: _cpu.BlockIndex,
         quota_of: Callable[[bytes], int | None] | None,
-        on_removed: Callable[[bytes], None] = lambda key: None,
+        on_removed: Callable[[bytes], None] | None = None,
     ) -> None:
         self.geometry = geometry
         self._quota_of = quota_of
@@ -370,7 +370,7 @@ class BlockIndex:
         replaced it meanwhile.
         """
         is_removed = self._native.remove(key, in_slot)
-        if is_removed:
+        if is_removed and self._on_removed is not None:
             self._on_removed(key)
         return is_removed
 

@@ -139,16 +139,13 @@ def make_scheduler_half(
         slots = geometry.capacity_bytes // min(geometry.slot_bytes)
         events = kv_events.TierEvents(kv_cache_config.num_blocks, 4 * slots, bool(config.remote))
     ghosts = Ghosts(geometry.capacity_bytes, min(geometry.slot_bytes))
-    if events is None:
-        index = BlockIndex(geometry, config.eviction.value, ghosts=ghosts)
-    else:
-        index = BlockIndex(
-            geometry,
-            config.eviction.value,
-            events.evicted,
-            ghosts=ghosts,
-            on_removed=events.removed,
-        )
+    index = BlockIndex(
+        geometry,
+        config.eviction.value,
+        events.evicted if events is not None else None,
+        ghosts=ghosts,
+        on_removed=events.removed if events is not None else None,
+    )
     states, chunked = recurrent_groups(kv_cache_config), chunked_groups(kv_cache_config)
     groups = groups_of(block_sizes, block_bytes, windows, geometry, states, chunked)
     pins = Pins(groups, index, config.pin_share)

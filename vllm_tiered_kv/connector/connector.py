@@ -121,7 +121,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             config, self._vllm_config, self._kv_cache_config, self._is_inside_multi, block_bytes
         )
         self.scheduler_half = half
-        if half.has_daemons and idle_steps.are_needed(self._vllm_config):
+        if half.remote is not None and idle_steps.are_needed(self._vllm_config):
             self._idle_steps = idle_steps.IdleSteps(half, self._vllm_config)
 
     @classmethod

@@ -111,10 +111,6 @@ class Caller:
         finally:
             self.breaker.forget(attempt)
 
-    def close(self, wait_s: float) -> None:
-        """Ends calls in flight and closes all sockets. Idempotent."""
-        self.pool.close(wait_s)
-
     def record_error(self, error: Exception) -> None:
         self.last_error = error
 

@@ -20,7 +20,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -153,7 +153,7 @@ class Connection:
 
     def open(self, deadline: float) -> None:
         """Opens the session unless it is open."""
-        with _DropOnError(self):
+        with self._dropping_on_error():
             self._ensure_open(deadline)
 
     @property
@@ -182,13 +182,13 @@ class Connection:
 
     def send(self, request: Request, payload: Sequence[memoryview] = (), *, deadline: float) -> int:
         """Sends a request and returns its id. The payload must not change until `settle`."""
-        with _DropOnError(self):
+        with self._dropping_on_error():
             self._ensure_open(deadline)
             return self._post(request, payload, deadline)
 
     def receive(self, *, deadline: float) -> Incoming:
         """Returns the next reply to any request in flight."""
-        with _DropOnError(self):
+        with self._dropping_on_error():
             incoming = self._next_reply(deadline)
             if isinstance(incoming.reply, ErrorReply):
                 if incoming.reply.code is ErrorCode.NO_HELLO:
@@ -200,7 +200,7 @@ class Connection:
 
     def settle(self, *, deadline: float) -> None:
         """Waits until zmq has read all payload. On a timeout the socket and its context end."""
-        with _DropOnError(self):
+        with self._dropping_on_error():
             for sending in self._sending:
                 try:
                     sending.wait(deadline)
@@ -228,6 +228,16 @@ class Connection:
         return not self._in_flight and not self._sending
 
     # ---- internals ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _dropping_on_error(self) -> Iterator[None]:
+        """Drops the socket when a step of a call fails, so that no later call uses a socket in an
+        unknown state."""
+        try:
+            yield
+        except BaseException as error:
+            self._failed(error)
+            raise
 
     def _failed(self, error: BaseException) -> None:
         if isinstance(error, RemoteRefusal):
@@ -436,19 +446,3 @@ class Connection:
 def _term(context: zmq.Context[zmq.SyncSocket], sending: Sequence[ZeroCopySend]) -> None:
     """Ends a context, and references its payload until then."""
     context.term()
-
-
-class _DropOnError:
-    """Context manager that drops the socket when a step of a call fails, so that no later call uses
-    a socket in an unknown state."""
-
-    __slots__ = ("_connection",)
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._connection._failed(error)

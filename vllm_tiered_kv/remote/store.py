@@ -417,7 +417,7 @@ class RemoteStore:
         with self._attaching:
             for memory in self._memory:
                 memory.retire()
-            self._caller.close(self._timeout)
+            self._caller.pool.close(self._timeout)
 
     # ---- internals ------------------------------------------------------------------------------
 

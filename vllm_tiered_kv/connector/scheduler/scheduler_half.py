@@ -158,10 +158,6 @@ class SchedulerHalf:
         self.loads.bind_block_pool(manager.block_pool)
 
     @property
-    def has_daemons(self) -> bool:
-        return self.remote is not None
-
-    @property
     def block_bytes(self) -> tuple[int, ...]:
         return tuple(group.block_bytes for group in self._groups)
 
