@@ -117,12 +117,12 @@ class TransferLedger:
         recorder: Recorder,
         num_ranks: int,
         ghosts: Ghosts | None = None,
-        on_committed: Sequence[Callable[[list[BlockKey]], None]] = (),
-        on_sent: Callable[[list[BlockKey]], None] | None = None,
+        on_committed: Sequence[Callable[[Sequence[int]], None]] = (),
+        on_sent: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        """`ghosts` remembers blocks that are not stored. `on_committed` are called with blocks that
-        have just become readable, `on_sent` with those that a daemon has received from all
-        ranks."""
+        """`ghosts` remembers blocks that are not stored. `on_committed` are called with the slots
+        of blocks that have just become readable, `on_sent` with those of blocks that a daemon has
+        received from all ranks."""
         self._index = index
         self._ghosts = ghosts
         self._recorder = recorder
@@ -221,7 +221,7 @@ class TransferLedger:
         sent = put.slots[: least.stored]  # still pinned, so they hold what was sent
         self._index.mark_sent(sent)
         if self._on_sent is not None:
-            self._on_sent(self._keys_in(sent))
+            self._on_sent(sent)
         self._index.unpin(put.slots)
         self.pending_put_bytes -= len(put.slots) * put.block_bytes
         if self._was_overdue(job_id):
@@ -472,15 +472,12 @@ class TransferLedger:
         the first are readable: blocks may have been removed in the meantime."""
         readable = self._index.commit_all(slots[:count])
         if any(readable) and self._on_committed:
-            committed = self._keys_in(list(compress(slots, readable)))
+            committed = list(compress(slots, readable))
             for notify in self._on_committed:
                 notify(committed)
         for slot in slots[count:]:
             self._index.abort(slot)
         return readable
-
-    def _keys_in(self, slots: Sequence[int]) -> list[BlockKey]:
-        return [BlockKey(key) for key, _ in self._index.blocks_in(slots)]
 
     def _finish_store(
         self, store: _OpenStore, is_counted: bool

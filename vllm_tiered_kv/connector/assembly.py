@@ -149,14 +149,8 @@ def make_scheduler_half(
     states, chunked = recurrent_groups(kv_cache_config), chunked_groups(kv_cache_config)
     groups = groups_of(block_sizes, block_bytes, windows, geometry, states, chunked)
     pins = Pins(groups, index, config.pin_share)
-    ledger = TransferLedger(
-        index,
-        recorder,
-        engine.num_ranks,
-        ghosts,
-        (events.committed, pins.committed) if events is not None else (pins.committed,),
-        events.sent if events is not None else None,
-    )
+    subscribers = _subscribers(index, pins, events)
+    ledger = TransferLedger(index, recorder, engine.num_ranks, ghosts, *subscribers)
     tier = CpuTier(groups, index, ledger, recorder)
 
     remote = lookups = claims = verification = None
@@ -214,6 +208,22 @@ def make_scheduler_half(
         remote, verification, early, once, prefetch, events, account_tracer(vllm_config)
     )
     return SchedulerHalf(config, engine, key_maker, tier, loads, stores, retention, optional)
+
+
+_OnSlots = Callable[[Sequence[int]], None]
+
+
+def _subscribers(
+    index: BlockIndex, pins: Pins, events: kv_events.TierEvents | None
+) -> tuple[list[_OnSlots], _OnSlots | None]:
+    """Whom the ledger tells of committed blocks, and of blocks that were sent to a daemon."""
+    if events is None:
+        return [pins.committed], None
+
+    def told(tell: Callable[[list[BlockKey]], None]) -> _OnSlots:
+        return lambda slots: tell([BlockKey(key) for key, _ in index.blocks_in(slots)])
+
+    return [told(events.committed), pins.committed], told(events.sent)
 
 
 def _compute_once(

@@ -185,8 +185,11 @@ class Pins:
         self._index.mark_dead(private)
         self._ended.update(key for key in private if self._index.lookup(key) is Lookup.PENDING)
 
-    def committed(self, keys: Sequence[BlockKey]) -> None:
-        """These blocks have just become readable in the tier."""
+    def committed(self, slots: Sequence[int]) -> None:
+        """The blocks in these slots have just become readable in the tier."""
+        if not (self._until or self._ended):
+            return
+        keys = [BlockKey(key) for key, _ in self._index.blocks_in(slots)]
         self._pin_readable([key for key in keys if key in self._until])
         ended = [key for key in keys if key in self._ended]
         if ended:
