@@ -284,14 +284,14 @@ class Environment:
 
     def _pip(self, *arguments: str) -> None:
         verb, *rest = arguments
-        quiet = ["--progress-bar", "off"] if verb == "install" else []
-        command = [str(self.python), "-m", "pip", verb, *quiet, *rest]
+        # Of the 20,000 modules that vLLM brings few are ever imported; those are compiled then.
+        # In the environment pip wants this option as PIP_NO_COMPILE=0.
+        options = ["--progress-bar", "off", "--no-compile"] if verb == "install" else []
+        command = [str(self.python), "-m", "pip", verb, *options, *rest]
         surroundings = {
             **os.environ,
             "PIP_NO_INPUT": "1",
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-            # Of the 20,000 modules that vLLM brings few are ever imported; those are compiled then.
-            "PIP_NO_COMPILE": "1",
             "PYTHONUNBUFFERED": "1",
             "TIERED_KV_KEEP_BUILT": "1",
         }

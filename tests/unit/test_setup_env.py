@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -37,3 +38,25 @@ def test_stand_ins_pass_for_installed_packages(tmp_path: Path) -> None:
         assert each.version == "999"
         files = {packages / file for file in each.files or ()}
         assert files == set((packages / f"{each.metadata['Name']}-999.dist-info").iterdir())
+
+
+def test_modules_are_compiled_when_they_are_imported_not_when_they_are_installed(
+    tmp_path: Path,
+) -> None:
+    wheel = tmp_path / "tiny-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("tiny.py", "")
+        file.writestr(
+            "tiny-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1\n"
+        )
+        file.writestr("tiny-1.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        file.writestr("tiny-1.dist-info/RECORD", "")
+    environment = Environment(tmp_path / "environment")
+    environment.python.parent.mkdir(parents=True)
+    environment.python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    environment.python.chmod(0o755)
+    target = tmp_path / "installed"
+    pip = ("install", "--no-index", "--no-deps", "--target", str(target), str(wheel))
+    environment.install(Step("tiny", "", pip))
+    assert (target / "tiny.py").exists()
+    assert not list(target.rglob("*.pyc"))
