@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,22 @@ os.environ.setdefault("TIERED_KV_LOAD_POLICY", "always")
 # They check every answer: what they found should be shown as in a test.
 pytest.register_assert_rewrite("tests.engine.toy_asking", "tests.engine.toy_at_daemon")
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: run `make test`")
+# Not imported: the process that only hands tests to others would take seconds for it.
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed here: run `make test`", allow_module_level=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def models_looked_up_in_this_process() -> Iterator[None]:
+    """The first time on a machine, vLLM imports a model's class in a fresh process, so as not to
+    initialise CUDA. Where there is none, that is ten seconds for each architecture."""
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
+
+    with pytest.MonkeyPatch.context() as patch:
+        if current_platform.is_cpu():
+            patch.setattr(registry, "_run_in_subprocess", lambda look_up: look_up())
+        yield
 
 
 @pytest.fixture(autouse=True)
