@@ -24,8 +24,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo chat test test-all unit daemon matrix soak lint check-native asan tsan coverage mutants \
-  mutate gpu-test gpu-sanitize docs docs-serve format wheel wheels clean distclean
+.PHONY: help demo chat test test-all environment unit daemon matrix soak lint check-native asan tsan \
+  coverage mutants mutate gpu-test gpu-sanitize docs docs-serve format wheel wheels clean distclean
 
 ##@ Try it
 demo: ## ask a small real model about a long text, cold and from the CPU tier
@@ -38,15 +38,18 @@ chat: ## serve it with a daemon, restart the server, and see the answer come fro
 
 ##@ Check it
 test: ## run the tests that every change has to pass: `unit`, `daemon`, then those with vLLM
-	@mkdir -p build
-	@echo "what vLLM needs is installed meanwhile, see build/environment.log"
-	@$(SETUP) --env $(FULL) --profile full --dependencies-only > build/environment.log 2>&1 & \
+	@$(MAKE) --no-print-directory environment & \
 	  $(MAKE) --no-print-directory unit daemon; status=$$?; wait; exit $$status
 	@$(SETUP) --env $(FULL) --profile full
 	$(FULL)/bin/python -m pytest tests/packaging tests/engine tests/conformance tests/gpu $(TOGETHER) $(SELECTED) $(PYTEST_FLAGS)
 
 test-all: ## run all tests that need no GPU, before a release
 	@REQUIRE_WHEEL=1 $(MAKE) --no-print-directory test SELECTED=
+
+environment: # installs what vLLM needs, beside other targets
+	@mkdir -p build
+	@echo "what vLLM needs is installed meanwhile, see build/environment.log"
+	@$(SETUP) --env $(FULL) --profile full --dependencies-only > build/environment.log 2>&1
 
 unit: ## run the tests that need neither torch nor vLLM, where neither is installed
 	@$(SETUP) --env $(UNIT) --profile unit
