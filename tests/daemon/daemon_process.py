@@ -207,10 +207,12 @@ class DaemonProcess:
 
     def end(self) -> None:
         """Ends the process, also if it is frozen."""
-        if self.is_running():
-            self.thaw()
-            if "COVERAGE_PROCESS_CONFIG" in os.environ:  # a killed process writes no coverage data
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.terminate()
-                    return
-            self.kill()
+        # Asked to stop before, it may end by itself between these lines.
+        with contextlib.suppress(ProcessLookupError):
+            if self.is_running():
+                self.thaw()
+                if "COVERAGE_PROCESS_CONFIG" in os.environ:  # a killed one writes no coverage data
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        self.terminate()
+                        return
+                self.kill()
