@@ -50,6 +50,9 @@ environment: # installs what vLLM needs, beside other targets
 	@mkdir -p build
 	@echo "what vLLM needs is installed meanwhile, see build/environment.log"
 	@$(SETUP) --env $(FULL) --profile full --dependencies-only > build/environment.log 2>&1
+	@# Compiles the modules that vLLM imports, once: or all test processes would do it at their start.
+	@grep -q "up to date" build/environment.log || \
+	  $(FULL)/bin/python -c "from vllm import LLM" >> build/environment.log 2>&1
 
 unit: ## run the tests that need neither torch nor vLLM, where neither is installed
 	@$(SETUP) --env $(UNIT) --profile unit
