@@ -60,6 +60,9 @@ _STORING = """\
 ## What does storing cost?
 
 Distinct prompts without a pause: every block is stored and none is ever used, the worst case.
+Steps have up to 8,192 tokens here. Where they are so short that the GPU waits for the processor,
+storing costs more:
+[swap_out and transfer_out](benchmarks-details.md#cost-of-storing-swap_out-and-transfer_out).
 """
 _SSD = """\
 ## The SSD
@@ -82,11 +85,11 @@ Memory is pinned in the background while the engine loads its weights.
 def sections(results: Results) -> list[str]:
     """Those of docs/benchmarks.md; a section without results is empty."""
     return [
-        _one_prompt(results),
-        _daemon_hits(results),
         _chats(results, _CHATS, ("calm", "tight")),
         _chats(results, _AGENTS, ("agents",)),
         _restart(results),
+        _one_prompt(results),
+        _daemon_hits(results),
         _storing(results),
         _ssd(results),
         _slow_tier(results),
