@@ -90,7 +90,11 @@ def test_prefill_and_swap() -> None:
 
 def overhead_cells() -> list[dict[str, Any]]:
     seconds = {"vllm": 2.0, "tiered": 2.5, "daemon": 5.0}
-    ratios = {"tiered": {"ratios": spread([0.72, 0.88])}, "daemon": {"ratios": spread([0.5])}}
+    ratios = {
+        ("tiered", 1024): {"ratios": spread([0.72, 0.88])},
+        ("tiered", 32): {"ratios": spread([0.6])},
+        ("daemon", 1024): {"ratios": spread([0.5])},
+    }
     return [
         cell(
             seconds[system] / (2 if scheduling == "async" else 1),
@@ -99,7 +103,7 @@ def overhead_cells() -> list[dict[str, Any]]:
             scheduling=scheduling,
             gpu_cache=gpu_cache,
             chunk=chunk,
-            **ratios.get(system, {}),
+            **ratios.get((system, chunk), {}),
         )
         for gpu_cache in (True, False)
         for system in seconds
@@ -123,8 +127,9 @@ def test_store_overhead() -> None:
         "Delta-sync",
         "Delta-async-2",
     ]
-    assert found[0][1] == ["1024", "2.00", "4.00", "1.60", "3.20", *["0.80 (0.76 … 0.84)"] * 2]
+    assert found[0][1] == ["1024", "2.00", "4.00", "1.60", "3.20", *["0.80 (0.72 … 0.88)"] * 2]
     assert found[0][2][0] == "32"
+    assert found[0][3] == ["all", *[""] * 4, *["0.70 (0.60 … 0.80)"] * 2], "of both chunks"
     assert found[2][0][1:] == [
         "swap_out-sync",
         "swap_out-async-2",
@@ -142,7 +147,7 @@ def test_missing_measurements_are_blank() -> None:
 
     found = list(tables_of(tables.store_overhead(data({"prompts": 4, "prompt_tokens": 8}, cells))))
 
-    assert found[0][1] == ["1024", "2.00", NOTHING, "1.60", NOTHING, "0.80 (0.76 … 0.84)", NOTHING]
+    assert found[0][1] == ["1024", "2.00", NOTHING, "1.60", NOTHING, "0.80 (0.72 … 0.88)", NOTHING]
     assert len(found) == 2, "no table without a single number"
     assert found[1][1][3] == NOTHING
 
