@@ -143,6 +143,8 @@ def test_another_engine_takes_over_in_mid_prefill(
     ids = prompt(random.Random(1), LENGTH)
     requests = ask_all(engines, ids)
     first, *others = engines
+    # No claim of an engine that goes on ends because the machine is busy.
+    monkeypatch.setattr(compute_once, "_SLACK_S", 30.0)
     with monkeypatch.context() as patch:
         if end == "silent":
             patch.setattr(compute_once, "_SLACK_S", 3.0)  # its claim ends soon
@@ -155,8 +157,10 @@ def test_another_engine_takes_over_in_mid_prefill(
     left = engines if end == "aborted" else others
     begin = time.monotonic()
     run_all(left)
+    took = time.monotonic() - begin
+    assert took < 20.0, "nobody waited for the end of a claim of 30 s"
     if end == "silent":
-        assert time.monotonic() - begin > 0.5, "the claim ended before its time"
+        assert took > 0.5, "the claim ended before its time"
     for engine, some in zip(others, requests[1:], strict=True):
         assert_answered(engine, some, ids)
     assert sum(engine.computed for engine in others) <= LENGTH + 4 * ENGINES * REQUESTS
