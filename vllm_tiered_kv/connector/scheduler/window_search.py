@@ -16,12 +16,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from vllm_tiered_kv.cache.planner import Group, end_of_windows
 
-if TYPE_CHECKING:
-    from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteSpan
+
+class Found(Protocol):
+    """Consecutive positions that a daemon holds."""
+
+    @property
+    def stop(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class WindowSearch:
     def windowed(self) -> list[Group]:
         return [group for group in self.groups if group.window is not None]
 
-    def reach(self, firsts: Sequence[int], found: Sequence[Sequence[RemoteSpan]]) -> int:
+    def reach(self, firsts: Sequence[int], found: Sequence[Sequence[Found]]) -> int:
         """Tokens that all full groups hold; their lookups started at the positions `firsts`."""
         end = self.limit
         for group in self.groups:
