@@ -60,8 +60,8 @@ _STORING = """\
 ## What does storing cost?
 
 Distinct prompts without a pause: every block is stored and none is ever used, the worst case.
-Steps have up to 8,192 tokens here. Where they are so short that the GPU waits for the processor,
-storing costs more:
+Steps have up to 8,192 tokens here. With short steps storing may cost more; rounds differ too much
+to say how much:
 [swap_out and transfer_out](benchmarks-details.md#cost-of-storing-swap_out-and-transfer_out).
 """
 _SSD = """\

@@ -118,7 +118,7 @@ def _overhead(cells: Cells, base: str, other: str, names: tuple[str, str], gpu_c
             known += [found["median"]] if found else []
         measured = measured or any(rate is not None for rate in rates)
         rows.append([str(chunk), *(number(rate, 2) for rate in rates), *map(_with_range, ratios)])
-    all_steps = [_with_range(spread(known) if known else None) for known in medians]
+    all_steps = [_with_range(spread(known) if len(known) > 1 else None) for known in medians]
     rows.append(["all", *([""] * (len(header) - 1 - len(all_steps))), *all_steps])
     return table(header, rows) if measured else ""
 
@@ -126,6 +126,8 @@ def _overhead(cells: Cells, base: str, other: str, names: tuple[str, str], gpu_c
 def _with_range(found: dict[str, Any] | None) -> str:
     if found is None:
         return number(None)
+    if found["n"] == 1:
+        return f"{found['median']:.2f} (one round)"
     return "{median:.2f} ({min:.2f} … {max:.2f})".format(**found)
 
 

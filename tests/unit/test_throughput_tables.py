@@ -138,7 +138,7 @@ def test_store_overhead() -> None:
         "Delta-sync",
         "Delta-async-2",
     ]
-    assert found[2][1] == ["1024", "1.60", "3.20", "0.80", "1.60", *["0.50 (0.50 … 0.50)"] * 2]
+    assert found[2][1] == ["1024", "1.60", "3.20", "0.80", "1.60", *["0.50 (one round)"] * 2]
 
 
 def test_missing_measurements_are_blank() -> None:
