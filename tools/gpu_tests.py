@@ -21,8 +21,9 @@ from pathlib import Path
 from tools.junit import count_passed
 
 ROOT = Path(__file__).resolve().parent.parent
-ALONE = (  # one measures time, the other takes most of the memory
+ALONE = (  # two of them depend on time, one takes most of the memory
     ("pinned memory", "tests/gpu/test_pinned_memory_gpu.py"),
+    ("copies", "tests/gpu/test_cuda_copy.py", "tests/gpu/test_cuda_copier.py"),
     ("most of the memory", "tests/gpu/test_memory_share_gpu.py"),
 )
 GROUPS = (  # longest first; each engine takes a minute to start
@@ -50,7 +51,6 @@ GROUPS = (  # longest first; each engine takes a minute to start
     ("daemon over ipc", "tests/gpu/test_remote_gpu.py", "-k", "ipc"),
     ("daemon over tcp", "tests/gpu/test_remote_gpu.py", "-k", "tcp"),
     ("tier of OffloadingConnector", "tests/gpu/test_offloading_tier_gpu.py"),
-    ("copies", "tests/gpu/test_cuda_copy.py", "tests/gpu/test_cuda_copier.py"),
     ("graph captures", "tests/gpu/test_cuda_capture.py"),
 )
 

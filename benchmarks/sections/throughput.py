@@ -75,9 +75,9 @@ def prefill_and_swap(data: dict[str, Any]) -> str:
 def store_overhead(data: dict[str, Any]) -> str:
     text = _intro(
         data,
-        "Prompts of {prompt_tokens} tokens, one at a time, requests per second. Deltas are of "
-        "equal rounds, medians with all rounds' range: 1 is no cost, less is slower. The last row "
-        "has the median and the range of the medians above it.",
+        "Up to {prompts} prompts of {prompt_tokens} tokens at once, fewer with small steps, in "
+        "requests per second. Deltas are of equal rounds, medians with quartiles: 1 is no cost, "
+        "less is slower. The last row has the median and the quartiles of the medians above it.",
     )
     names_of = (("", "offloading-"), ("swap_out-", "transfer_out-"))
     for (base, other), names in zip(COMPARED, names_of, strict=True):
@@ -117,18 +117,20 @@ def _overhead(cells: Cells, base: str, other: str, names: tuple[str, str], gpu_c
         for known, found in zip(medians, ratios, strict=True):
             known += [found["median"]] if found else []
         measured = measured or any(rate is not None for rate in rates)
-        rows.append([str(chunk), *(number(rate, 2) for rate in rates), *map(_with_range, ratios)])
-    all_steps = [_with_range(spread(known) if len(known) > 1 else None) for known in medians]
+        rows.append(
+            [str(chunk), *(number(rate, 2) for rate in rates), *map(_with_quartiles, ratios)]
+        )
+    all_steps = [_with_quartiles(spread(known) if len(known) > 1 else None) for known in medians]
     rows.append(["all", *([""] * (len(header) - 1 - len(all_steps))), *all_steps])
     return table(header, rows) if measured else ""
 
 
-def _with_range(found: dict[str, Any] | None) -> str:
+def _with_quartiles(found: dict[str, Any] | None) -> str:
     if found is None:
         return number(None)
     if found["n"] == 1:
         return f"{found['median']:.2f} (one round)"
-    return "{median:.2f} ({min:.2f} … {max:.2f})".format(**found)
+    return "{median:.2f} ({q1:.2f} … {q3:.2f})".format(**found)
 
 
 _YOCO = (

@@ -174,10 +174,17 @@ def shape_of(pool: EnginePool) -> Shape:
     return TINY if pool.tiny else QWEN_3B
 
 
-def small_engine(pool: EnginePool, system: str, scheduling: str, gpu_cache: bool) -> EngineSpec:
+def small_engine(
+    pool: EnginePool,
+    system: str,
+    scheduling: str,
+    gpu_cache: bool,
+    graphs: Sequence[int] | None = None,
+) -> EngineSpec:
     """`system`: vllm, hash_only, tiered, yoco (the same, partial tails are reused), or daemon
-    (shared memory of a daemon behind the tier)."""
-    return engine_spec(
+    (shared memory of a daemon behind the tier). `graphs`: the sizes of steps that run as CUDA
+    graphs, where vLLM is not to choose them."""
+    spec = engine_spec(
         shape_of(pool),
         system,
         _transfer(pool, system),
@@ -185,6 +192,9 @@ def small_engine(pool: EnginePool, system: str, scheduling: str, gpu_cache: bool
         kv_bytes=64 * _MIB if pool.tiny else 5 * _GIB // 4,
         scheduling=scheduling,
     )
+    if graphs is not None and not pool.tiny:
+        spec.options["compilation_config"] = {"cudagraph_capture_sizes": sorted(graphs)}
+    return spec
 
 
 def _transfer(pool: EnginePool, system: str) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -50,6 +51,11 @@ class Record:
             return False
         self._content["stopped_by_budget"] = True
         return True
+
+    @property
+    def seconds_left(self) -> float:
+        """Of the time for this table; endless where none was set."""
+        return math.inf if self._end is None else self._end - time.monotonic()
 
     def add(self, seconds: float, requests: int = 1, **labels: Any) -> None:
         """One sample; samples with equal labels are repetitions of each other."""

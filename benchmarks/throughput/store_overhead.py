@@ -3,16 +3,18 @@
     python -m benchmarks.throughput.store_overhead --out result.json
 
 Prompts of 8192 tokens that nobody has seen, one token of output, by tokens per step; with and
-without the GPU's prefix cache, with synchronous and asynchronous scheduling. The three engines that
-are compared with each other live at the same time and take turns; the others are not there then,
-because a machine with a dozen engines tells no times that repeat. Ratios are those of equal rounds,
-since the speed of a processor may change within seconds. With small steps prompts run one after the
-other, so fewer of them tell the same rate: each cell says how many it was measured with.
+without the GPU's prefix cache, with synchronous and asynchronous scheduling. Engines that are
+compared with each other live at the same time and take turns, and ratios are those of equal rounds,
+since the speed of a processor may change within seconds. All sizes of steps run as CUDA graphs:
+otherwise the GPU waits for the processor that launches its kernels, and the table tells about that.
+With small steps prompts run one after the other, so fewer of them tell the same rate: each cell
+says how many it was measured with.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +30,11 @@ COMPARED = (("vllm", "tiered"), ("tiered", "daemon"))
 @dataclass(frozen=True)
 class Sizes:
     prompt_tokens: int = 8192
-    prompts: int = 2
-    steps_at_most: int = 32
+    prompts: int = 4
+    steps_at_most: int = 64
     """Prompts are left out as long as more steps than these would be needed."""
     chunks: tuple[int, ...] = (1024, 768, 512, 384, 256, 128, 64, 32)
-    repetitions: int = 5
-    small_below: int = 128
-    """Smaller chunks than this take the longest."""
-    small_repetitions: int = 2
+    repetitions: int = 8
     asynchronous: int = 1
     gpu_cache_on: int = 1
     gpu_cache_off: int = 1
@@ -46,6 +45,7 @@ class Sizes:
 SIZES = Sizes()
 TINY_SIZES = Sizes(
     prompt_tokens=512,
+    prompts=2,
     chunks=(1024, 256, 64),
     repetitions=1,
     asynchronous=0,  # vLLM has none on a CPU
@@ -56,66 +56,83 @@ TINY_SIZES = Sizes(
 
 def specs(pool: EnginePool, sizes: Sizes) -> list[EngineSpec]:
     """The engines that are compared first."""
-    return _engines(pool, _settings(sizes)[0])
+    return list(_engines(pool, sizes, _gpu_caches(sizes)[0]).values())
 
 
-def _settings(sizes: Sizes) -> list[dict[str, Any]]:
-    return [
-        {"scheduling": scheduling, "gpu_cache": gpu_cache}
-        for gpu_cache in [True] * sizes.gpu_cache_on + [False] * sizes.gpu_cache_off
+def _gpu_caches(sizes: Sizes) -> list[bool]:
+    return [True] * sizes.gpu_cache_on + [False] * sizes.gpu_cache_off
+
+
+def _engines(pool: EnginePool, sizes: Sizes, gpu_cache: bool) -> dict[tuple[str, str], EngineSpec]:
+    """By scheduling and system."""
+    return {
+        (scheduling, system): small_engine(
+            pool, system, scheduling, gpu_cache, graphs=(1, *sizes.chunks)
+        )
         for scheduling in (["sync", "async"] if sizes.asynchronous else ["sync"])
-    ]
-
-
-def _engines(pool: EnginePool, setting: dict[str, Any]) -> list[EngineSpec]:
-    return [small_engine(pool, system, **setting) for system in SYSTEMS]
+        for system in SYSTEMS
+    }
 
 
 def measure(pool: EnginePool, record: Record, sizes: Sizes) -> None:
     fresh = Prompts(shape_of(pool).vocabulary, seed=2)
-    for setting in _settings(sizes):
-        if not record.over:
-            _compare(pool, record, sizes, setting, fresh)
+    gpu_caches = _gpu_caches(sizes)
+    for number, gpu_cache in enumerate(gpu_caches):
+        share = record.seconds_left / (len(gpu_caches) - number)
+        _compare(pool, record, sizes, gpu_cache, fresh, time.monotonic() + share)
 
 
 def _compare(
-    pool: EnginePool, record: Record, sizes: Sizes, setting: dict[str, Any], fresh: Prompts
+    pool: EnginePool, record: Record, sizes: Sizes, gpu_cache: bool, fresh: Prompts, end: float
 ) -> None:
-    specs = _engines(pool, setting)
-    names = [spec.name for spec in specs]
-    engines = pool.engines(specs, record)
-    for name in pool.alive(names):
-        with pool.surviving(name, record):
-            engines[name].ask(fresh.distinct(2, sizes.prompt_tokens))
-            engines[name].settle()
+    """Whole rounds, as many as are begun before `end`."""
+    specs = _engines(pool, sizes, gpu_cache)
+    engines = pool.engines(list(specs.values()), record)
+    for spec in specs.values():
+        for chunk in sizes.chunks:
+            with pool.surviving(spec.name, record):
+                engines[spec.name].set_chunk(chunk)
+                engines[spec.name].ask(fresh.distinct(1, 2 * chunk))
+                engines[spec.name].settle()
     time.sleep(sizes.attach_s)
-    order = list(zip(names, SYSTEMS, strict=True))
     for repetition in range(sizes.repetitions):
+        if time.monotonic() > end:
+            break
         for number, chunk in enumerate(sizes.chunks):
-            if repetition >= sizes.small_repetitions and chunk < sizes.small_below:
-                continue
             count = prompts_for(sizes, chunk)
-            turn = (repetition + number) % len(order)
-            for name, system in order[turn:] + order[:turn]:
-                if record.over:
-                    break
+            for scheduling, system in _in_turns(list(specs), repetition + number):
+                name = specs[scheduling, system].name
                 if not pool.alive([name]):
                     continue
                 with pool.surviving(name, record):
                     engine = engines[name]
                     engine.set_chunk(chunk)
                     asked = engine.ask(fresh.distinct(count, sizes.prompt_tokens))
-                    record.add(asked.seconds, count, system=system, **setting, chunk=chunk)
+                    labels = _labels(scheduling, system, gpu_cache, chunk)
+                    record.add(asked.seconds, count, **labels)
                     engine.settle()
-    for base, other in COMPARED:
-        for chunk in sizes.chunks:
-            record.compare(
-                {"system": base, **setting, "chunk": chunk},
-                {"system": other, **setting, "chunk": chunk},
-            )
-    for name in pool.alive(names):
+    for scheduling in dict.fromkeys(scheduling for scheduling, _ in specs):
+        for base, other in COMPARED:
+            for chunk in sizes.chunks:
+                record.compare(
+                    _labels(scheduling, base, gpu_cache, chunk),
+                    _labels(scheduling, other, gpu_cache, chunk),
+                )
+    for name in pool.alive([spec.name for spec in specs.values()]):
         with pool.surviving(name, record):
             engines[name].set_chunk(CHUNK)
+
+
+def _in_turns(engines: list[tuple[str, str]], turn: int) -> Iterator[tuple[str, str]]:
+    """Those of one kind of scheduling follow each other; each time another one begins."""
+    for start in range(0, len(engines), len(SYSTEMS)):
+        alike = engines[start : start + len(SYSTEMS)]
+        first = turn % len(alike)
+        yield from alike[first:] + alike[:first]
+
+
+def _labels(scheduling: str, system: str, gpu_cache: bool, chunk: int) -> dict[str, Any]:
+    return {"system": system, "scheduling": scheduling, "gpu_cache": gpu_cache, "chunk": chunk}
 
 
 def prompts_for(sizes: Sizes, chunk: int) -> int:
