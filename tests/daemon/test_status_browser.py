@@ -12,7 +12,7 @@ from tests.daemon.chromium import Chromium, require_chromium
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.daemon_process import DaemonProcess
 from tests.daemon.raw_client import blocks, key
-from tests.daemon.test_http_pages import TOKEN, token_file
+from tests.daemon.test_http_pages import TOKEN, address_of_this_host, token_file
 from tests.patience import eventually
 from tests.ports import free_port
 
@@ -171,6 +171,15 @@ def test_token_is_asked_for_and_kept_out_of_the_address(
     eventually(lambda: "healthy" in page.text("header"))
     where = "return [location.href, document.cookie, localStorage.length].join()"
     assert page.run(where) == f"{daemon.http}/,,0"
+
+
+def test_page_says_that_the_status_stays_on_the_host_of_the_daemon(
+    page: Chromium, start: StartDaemon
+) -> None:
+    daemon = start("--memory", "16MiB", "--http", "0.0.0.0:0", "--http-open")
+    page.open(f"http://{address_of_this_host()}:{daemon.http.rpartition(':')[2]}/")
+    eventually(lambda: "for others it needs http_token" in page.text("#notice"))
+    assert page.text("main") == ""
 
 
 def test_answer_that_the_page_cannot_show_is_said_and_not_the_last(

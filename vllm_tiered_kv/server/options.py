@@ -121,13 +121,14 @@ class ServerOptions:
     http_token: str = path(
         "",
         "File with a token of 16 to 256 characters. `/metrics` is then only for requests with the "
-        "header `Authorization: Bearer TOKEN`, also on loopback, and the status page asks for the "
-        "token; `/healthz` is for all.",
+        "header `Authorization: Bearer TOKEN`, also on loopback, unless `http_open` is set, and "
+        "the status page asks for the token; `/healthz` is for all.",
     )
     http_open: bool = boolean(
         False,
-        "Serve metrics and status page to everyone who reaches the `http` address. They name "
-        "models and clients and show what the daemon logged, and hold no content.",
+        "Serve `/metrics` to everyone who reaches the `http` address, also without the token of "
+        "`http_token`. Metrics name models and hold no content. The status page, which shows what "
+        "the daemon logged, stays for this host or, with `http_token`, for those with the token.",
     )
     secret_key: str = path(
         "",
@@ -207,8 +208,6 @@ class ServerOptions:
         for endpoint in self.listen:
             if self.listen.count(endpoint) > 1:
                 raise ConfigError("listen", f"{endpoint} is named more than once")
-        if self.http_token and self.http_open:
-            raise ConfigError("http_open", "a page with http_token is not open; set one of them")
         if bool(self.secret_key) != bool(self.clients):
             raise ConfigError(
                 "secret_key" if self.clients else "clients",

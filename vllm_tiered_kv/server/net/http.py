@@ -1,10 +1,11 @@
 """`/metrics` and `/healthz` for monitors, a status page for people, served by threads of their own.
 
-Beyond loopback metrics and facts are for those who send a token, unless the operator says that they
-are open. `/healthz` says no more than whether the daemon is well, and kubelet sends no token. The
-document at `/` holds no facts: it asks its reader for the token, and `/status.json` for the facts.
-On loopback without a token, requests must name loopback as their host: else any web site could have
-its own name resolve to 127.0.0.1, and read the facts through the browser of somebody on this host.
+Beyond loopback metrics and facts are for those who send a token. The operator may say that metrics
+are open; facts, which have lines of the log, never are. `/healthz` says no more than whether the
+daemon is well, and kubelet sends no token. The document at `/` holds no facts: it asks its reader
+for the token, and `/status.json` for the facts. On loopback without a token, requests must name
+loopback as their host: else any web site could have its own name resolve to 127.0.0.1, and read the
+facts through the browser of somebody on this host.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class HttpServer:
         is_open: bool = False,
         status: StatusPage | None = None,
     ) -> None:
-        """With a `token`, metrics and facts are for those who send it; if `is_open`, for all."""
+        """With a `token`, metrics and facts are for those who send it, without one for this host.
+        If `is_open`, metrics are for all."""
         host, port = parse_address(address, token is not None or is_open)
         pages: dict[str, Callable[[str], _Answer]] = {
             "/metrics": lambda query: _text(200, metrics()),
@@ -206,11 +208,14 @@ def _handler(pages: Pages, token: str | None, is_open: bool) -> type[BaseHTTPReq
             page = pages.get(name)
             if page is None:
                 answer = _text(404, f"try one of {' '.join(pages)}\n")
-            elif name not in _PUBLIC and not self._is_admitted():
+            elif name in _PUBLIC or (is_open and name == "/metrics"):
+                answer = page(query)
+            elif token is not None and not self._has_token(token):
                 how = "send the token of http_token: Authorization: Bearer TOKEN\n"
                 answer = _text(401, how)
-            elif name not in _PUBLIC and not self._is_asked_by_known_name():
-                how = "ask for localhost or 127.0.0.1, or set http_token or http_open\n"
+            elif token is None and not self._is_from_here():
+                others = "http_token or http_open" if name == "/metrics" else "http_token"
+                how = f"ask this host for localhost or 127.0.0.1; for others it needs {others}\n"
                 answer = _text(403, how)
             else:
                 answer = page(query)
@@ -228,16 +233,16 @@ def _handler(pages: Pages, token: str | None, is_open: bool) -> type[BaseHTTPReq
             if with_body:
                 self.wfile.write(answer.body)
 
-        def _is_admitted(self) -> bool:
-            if token is None:
-                return True
+        def _has_token(self, token: str) -> bool:
             given = self.headers.get("Authorization", "")
             scheme, _, sent = given.partition(" ")
             same = hmac.compare_digest(sent.strip().encode("utf-8", "replace"), token.encode())
             return scheme.lower() == "bearer" and same
 
-        def _is_asked_by_known_name(self) -> bool:
-            if token is not None or is_open or (host := self.headers.get("Host")) is None:
+        def _is_from_here(self) -> bool:
+            if not is_loopback(str(self.client_address[0]).removeprefix("::ffff:")):
+                return False
+            if (host := self.headers.get("Host")) is None:
                 return True  # browsers always send it
             try:
                 return is_loopback(urlsplit(f"//{host}").hostname or "")
