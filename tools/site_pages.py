@@ -78,9 +78,18 @@ def loaded_from_elsewhere(html: str) -> list[str]:
     return [*_LOADED.findall(html), *_STYLE.findall(html)]
 
 
+def without_repository_facts(html: str) -> str:
+    """The theme's script asks api.github.com for stars and releases where it finds this mark."""
+    return html.replace(' data-md-component="source"', "")
+
+
+def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> str:
+    return without_repository_facts(output)
+
+
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     if found := loaded_from_elsewhere(output):
         from mkdocs.exceptions import PluginError
 
         raise PluginError(f"{page.file.src_uri} would load {found}: put a copy into docs/")
-    return output
+    return without_repository_facts(output)

@@ -8,7 +8,13 @@ import sys
 
 import pytest
 
-from tools.site_pages import FROM_OUTSIDE, ROOT, loaded_from_elsewhere, site_links
+from tools.site_pages import (
+    FROM_OUTSIDE,
+    ROOT,
+    loaded_from_elsewhere,
+    site_links,
+    without_repository_facts,
+)
 
 REPOSITORY = "https://github.com/vllm-tiered-kv/vllm_tiered_kv"
 
@@ -65,6 +71,11 @@ def test_repository_is_the_same_everywhere() -> None:
     for name in ("setup.py", "pyproject.toml", "mkdocs.yml"):
         found = re.findall(r"https://github\.com/[\w-]+/[\w-]+", (ROOT / name).read_text())
         assert set(found) == {REPOSITORY}, name
+
+
+def test_link_to_the_repository_does_not_make_the_page_ask_github() -> None:
+    html = '<a href="https://github.com/x/y" class="md-source" data-md-component="source">'
+    assert without_repository_facts(html) == '<a href="https://github.com/x/y" class="md-source">'
 
 
 def test_page_that_loads_from_elsewhere_is_refused() -> None:
