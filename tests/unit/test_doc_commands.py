@@ -56,7 +56,7 @@ _FENCE = re.compile(
 _SPAN = re.compile(r"`(tiered-kv(?:-server)? [^`\n]+|python -m [^`\n]+)`")
 _SERVED = "http://127.0.0.1:8000"  # by an engine
 
-# What is not ours, and only there to use what is.
+# What is not ours, and only there to use what is: of these, files of the repository must be there.
 OTHERS = {"apt-get", "cd", "export", "git", "mooncake_client", "mooncake_master", "openssl", "sudo"}
 OTHERS |= {"cp", "docker", "grep", "kubectl", "mkdir", "systemctl", "tr", "useradd"}
 
@@ -135,8 +135,13 @@ def check_command(words: list[str], needs_gpu: bool) -> None:
     program = words[0]
     if program in CHECKS:
         CHECKS[program](words[1:], needs_gpu)
-    elif program not in OTHERS:
+        return
+    if program not in OTHERS:
         raise WrongCommand(f"{program}: no command that is known here; output is `text`")
+    for word in words:
+        is_ours = re.match("(?:benchmarks|deploy|docs|examples|tools)/", word)
+        if is_ours and not any(ROOT.glob(word)):
+            raise WrongCommand(f"{' '.join(words)}: there is no {word}")
 
 
 # ---- programs ------------------------------------------------------------------------------------
@@ -459,6 +464,8 @@ def test_help_of_every_program_names_its_commands(command: list[str]) -> None:
         "curl http://127.0.0.1:8000/metrics",  # without the mark
         "vllm serve MODEL --kv-transfer-config '{}'",  # without the mark
         "vllm: a line of a log",
+        "docker compose -f deploy/docker/no_such.yml up",
+        "cp deploy/systemd/*.unit /etc/systemd/system/",
         "echo 'not closed",
     ],
 )
