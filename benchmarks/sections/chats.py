@@ -237,7 +237,6 @@ def plots_of(result: Result) -> list[Plot]:
                 y_label="ms",
                 series=series,
                 bars=True,
-                log_y=True,
             )
         )
     return made
