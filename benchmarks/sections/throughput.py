@@ -7,24 +7,31 @@ from typing import Any
 
 from benchmarks.plots import Plot, Series
 from benchmarks.result_files import Result, Results, spread
+from benchmarks.sections import published
 from benchmarks.sections.markdown import image, measured_on, number, table
-from benchmarks.throughput.engines import HEAD_SIZE, SHAPES
+from benchmarks.throughput.documents import IN_CPU_TIER, IN_DAEMON, ON_GPU
+from benchmarks.throughput.engine_pool import SMALL_CPU_GIB, SMALL_DAEMON_GIB
+from benchmarks.throughput.engines import CHUNK, GLM_9B, HEAD_SIZE, QWEN_3B, QWEN_7B, SHAPES
 from benchmarks.throughput.record import Cells
 from benchmarks.throughput.store_overhead import COMPARED
 
 SCHEDULING = {"sync": "sync", "async": "async-2"}
 _SHAPES = {shape.name: shape for shape in SHAPES}
+_SMALL_TIERS = f"CPU tiers have {SMALL_CPU_GIB} GiB, the daemon's memory {SMALL_DAEMON_GIB}."
 
 
 def section(results: Results) -> str:
     """All tables for which there are results, with their plots; empty when there are none."""
     parts = []
     for name, (title, make) in TABLES.items():
+        shown = False
         for result in results.of(f"throughput_{name}"):
             made = make(result.data)
             if made:
+                shown = True
                 images = [image(plot.name, plot.title) for plot in plots_of(result)]
                 parts += [f"### {title}\n", measured_on(result), *_remarks(result), made, *images]
+        parts += published.beside(f"throughput_{name}") if shown else []
     return (
         "\n".join(["## Throughput by hit rate and prompt length\n", _INTRO, *parts])
         if parts
@@ -54,42 +61,49 @@ def prefill_and_swap(data: dict[str, Any]) -> str:
         shape = _SHAPES.get(name)
         sizes = [shape.layers, shape.kv_heads, HEAD_SIZE] if shape else [None] * 3
         times = (
-            cells.seconds(shape=name, weights=weights, what="prefill"),
-            cells.seconds(shape=name, what="swap_in"),
-            cells.seconds(shape=name, what="swap_out"),
+            _time(cells, 4, shape=name, weights=weights, what="prefill"),
+            _time(cells, 4, shape=name, what="swap_in"),
+            _time(cells, 4, shape=name, what="swap_out"),
         )
         rows.append(
             [
                 f"{name}-{weights}",
                 *(number(size, 0) for size in sizes),
                 "float16" if weights == "GPTQ-Int4" else "bfloat16",
-                *(number(seconds, 4) for seconds in times),
+                *times,
             ]
         )
     columns = [*header, "prefill (s)", "swap in (s)", "swap out (s)"]
-    return _intro(data, "{prompt_tokens} tokens, 1024 in a step; {batches} x {blocks} blocks.") + (
-        table(columns, rows)
+    text = (
+        "{prompt_tokens} tokens, 1024 in a step; {batches} x {blocks} blocks. Medians of "
+        "{repetitions} repetitions, and their range where it is more than a tenth."
     )
+    return _intro(data, text) + table(columns, rows)
 
 
 def store_overhead(data: dict[str, Any]) -> str:
     text = _intro(
         data,
-        "Up to {prompts} prompts of {prompt_tokens} tokens at once, fewer with small steps, in "
-        "requests per second. Deltas are of equal rounds, medians with quartiles: 1 is no cost, "
-        "less is slower. The last row has the median and the quartiles of the medians above it.",
+        f"{QWEN_3B.name}, up to {{prompts}} prompts of {{prompt_tokens}} tokens at once, fewer "
+        "with small steps, one token of output; requests per second, medians with the range of all "
+        "rounds. Deltas are of equal rounds, medians with quartiles: 1 is no cost, less is slower. "
+        "The last row has the median and the quartiles of the medians above it. " + _SMALL_TIERS,
     )
-    names_of = (("", "offloading-"), ("swap_out-", "transfer_out-"))
-    for (base, other), names in zip(COMPARED, names_of, strict=True):
+    named = {  # title, and what columns begin with
+        "tiered": ("swap_out", "", "offloading-"),
+        "daemon": ("transfer_out", "swap_out-", "transfer_out-"),
+        "offloading": ("vLLM's OffloadingConnector", "", "OffloadingConnector-"),
+    }
+    for base, other in COMPARED:
+        title, *names = named[other]
         for gpu_cache in (True, False):
             made = _overhead(Cells(data), base, other, names, gpu_cache)
             if made:
-                title = names[1].rstrip("-").replace("offloading", "swap_out")
                 text += f"{title}, GPU cache {'on' if gpu_cache else 'off'}:\n\n{made}\n"
     return text
 
 
-def _overhead(cells: Cells, base: str, other: str, names: tuple[str, str], gpu_cache: bool) -> str:
+def _overhead(cells: Cells, base: str, other: str, names: Sequence[str], gpu_cache: bool) -> str:
     def labels(system: str, scheduling: str, chunk: int) -> dict[str, Any]:
         return {
             "system": system,
@@ -106,7 +120,7 @@ def _overhead(cells: Cells, base: str, other: str, names: tuple[str, str], gpu_c
     measured = False
     for chunk in cells.values("chunk"):
         rates = [
-            cells.rate(**labels(system, scheduling, chunk))
+            _rate(cells, **labels(system, scheduling, chunk))
             for system in (base, other)
             for scheduling in SCHEDULING
         ]
@@ -116,10 +130,10 @@ def _overhead(cells: Cells, base: str, other: str, names: tuple[str, str], gpu_c
         ]
         for known, found in zip(medians, ratios, strict=True):
             known += [found["median"]] if found else []
-        measured = measured or any(rate is not None for rate in rates)
-        rows.append(
-            [str(chunk), *(number(rate, 2) for rate in rates), *map(_with_quartiles, ratios)]
+        measured = measured or any(
+            cells.find(**labels(other, scheduling, chunk)) for scheduling in SCHEDULING
         )
+        rows.append([str(chunk), *rates, *map(_with_quartiles, ratios)])
     all_steps = [_with_quartiles(spread(known) if len(known) > 1 else None) for known in medians]
     rows.append(["all", *([""] * (len(header) - 1 - len(all_steps))), *all_steps])
     return table(header, rows) if measured else ""
@@ -148,7 +162,7 @@ def hit_rates(data: dict[str, Any]) -> str:
         [
             str(percent),
             *(
-                number(cells.rate(column=column, scheduling=scheduling, percent=percent), 2)
+                _rate(cells, column=column, scheduling=scheduling, percent=percent)
                 for column in columns
                 for scheduling in SCHEDULING
             ),
@@ -158,8 +172,9 @@ def hit_rates(data: dict[str, Any]) -> str:
     return (
         _intro(
             data,
-            "{requests} requests of {prompt_tokens} tokens that ask for {output_tokens}, requests "
-            "per second.",
+            f"{QWEN_3B.name}, {{requests}} requests of {{prompt_tokens}} tokens that ask for "
+            f"{{output_tokens}}, {QWEN_3B.sequences} sequences at a time, {CHUNK} tokens in a "
+            f"step; requests per second, medians with the range of all rounds. {_SMALL_TIERS}",
         )
         + "`transfer_in-1` writes to the daemon, `transfer_in-2` reads what another engine wrote."
         + (_YOCO if "yoco" in columns else "")
@@ -193,6 +208,8 @@ LOCAL_ROWS: dict[str, tuple[int, ...]] = {
     "yoco": (1, 2, 3),
     "offloading+prefix_caching": (1, 2, 3),
     "offloading+no_gpu_caching": (1, 2, 3),
+    "OffloadingConnector+prefix_caching": (1, 2, 3),
+    "OffloadingConnector+no_gpu_caching": (1, 2, 3),
 }
 REMOTE_ROWS: dict[str, tuple[int, ...]] = {
     "remote+prefix_caching": (1, 2, 3, 4, 5, 6),
@@ -205,7 +222,10 @@ def long_prefill(data: dict[str, Any]) -> str:
     return (
         _intro(
             data,
-            "{prompts} prompts of {prompt_tokens} tokens, two at a time, in requests per second.",
+            f"{QWEN_7B.name}, {{prompts}} prompts of {{prompt_tokens}} tokens, two at a time, "
+            f"{CHUNK} tokens in a step; requests per second, medians with the range of all "
+            "repetitions, each with new prompts. The GPU has room for {prompts} prompts and a "
+            "quarter, the CPU tier for twice as many.",
         )
         + _rounds(cells, LOCAL_ROWS, "output_len:")
         + _remote_rounds(cells)
@@ -227,8 +247,8 @@ def _rounds(cells: Cells, wanted: dict[str, tuple[int, ...]], corner: str) -> st
     rows: list[list[str]] = []
     ran = set(cells.values("row"))  # a run may leave systems out
     for name, labels in rounds({row: at for row, at in wanted.items() if row in ran}):
-        rates = (cells.rate(**labels, output=output) for output in outputs)
-        rows.append([f"{len(rows) + 1}. {name}", *(number(rate, 2) for rate in rates)])
+        rates = (_rate(cells, **labels, output=output) for output in outputs)
+        rows.append([f"{len(rows) + 1}. {name}", *rates])
     return table([corner, *(str(output) for output in outputs)], rows)
 
 
@@ -246,7 +266,7 @@ def documents(data: dict[str, Any]) -> str:
     rows = [
         [
             str(row),
-            *(number(cells.seconds(row=row, document=n), 2) for n in range(1, row + 1)),
+            *(_time(cells, 2, row=row, document=n) for n in range(1, row + 1)),
             *[""] * (count - row),
         ]
         for row in range(1, count + 1)
@@ -261,10 +281,18 @@ def documents(data: dict[str, Any]) -> str:
     ]
     header = ["n", *(str(n) for n in range(1, count + 1))]
     return (
-        _intro(data, "One document of {long_tokens} tokens, seconds to the first token.")
+        _intro(
+            data,
+            f"{GLM_9B.name}, {CHUNK} tokens in a step, GPU cache on. One document of "
+            "{long_tokens} tokens, seconds to the first token: medians, and the range where it is "
+            "more than a tenth.",
+        )
         + table(["served by", "seconds", "blocks loaded"], wheres)
         + _intro(
-            data, "\nDocuments of {document_tokens} tokens, all of them asked again in each row."
+            data,
+            "\nDocuments of {document_tokens} tokens, all of them asked again in each row. The "
+            f"GPU has room for {ON_GPU} of them, the CPU tier for {IN_CPU_TIER}, the daemon's "
+            f"memory for {IN_DAEMON}, its SSD for all.",
         )
         + table(header, rows)
         + "\nBlocks loaded for each of them, by tier (`remote` is the daemon's memory or SSD):\n\n"
@@ -278,7 +306,7 @@ def _served(cells: Cells, **labels: Any) -> tuple[str, str]:
         return number(None), number(None)
     loaded = cell.get("loaded_blocks", {})
     tiers = ", ".join(f"{tier} {count:.0f}" for tier, count in loaded.items() if count)
-    return number(cells.seconds(**labels), 3), tiers or "none"
+    return _time(cells, 3, **labels), tiers or "none"
 
 
 _NAIVE = "b2b naive"
@@ -345,6 +373,15 @@ def _time(cells: Cells, digits: int, **labels: Any) -> str:
     if seconds is None or ends is None or ends[1] - ends[0] <= 0.1 * seconds:
         return shown
     return f"{shown} ({' … '.join(number(end, digits) for end in ends)})"
+
+
+def _rate(cells: Cells, **labels: Any) -> str:
+    """Requests per second, with the range where there are several rounds."""
+    cell = cells.find(**labels)
+    if cell is None or "range" not in cell:
+        return number(cells.rate(**labels), 2)
+    low, high = (cell["requests"] / seconds for seconds in reversed(cell["range"]))
+    return f"{cell['requests'] / cell['seconds']:.2f} ({low:.2f} … {high:.2f})"
 
 
 def _intro(data: dict[str, Any], text: str) -> str:

@@ -22,7 +22,7 @@ from benchmarks.throughput.engines import GLM_9B, TINY, Prompts, engine_spec, wi
 from benchmarks.throughput.record import Record
 from tests.daemon.daemon_process import DaemonProcess
 
-_ON_GPU, _IN_CPU_TIER, _IN_DAEMON = 2.2, 3.3, 4.4  # documents
+ON_GPU, IN_CPU_TIER, IN_DAEMON = 2.2, 3.3, 4.4  # documents
 _ON_SSD = 1.2  # of all there are
 _SMALLEST_SSD = 64 << 20
 _OF_FREE_DISK = 0.9
@@ -35,24 +35,26 @@ class Sizes:
     long_tokens: int = 100_000
     document_tokens: int = 48_000
     documents: int = 6
+    repetitions: int = 3
+    """Each with documents of its own."""
     attach_s: int = 8
     """For the engines to map and pin the daemon's memory, in the background."""
 
 
 SIZES = Sizes()
-TINY_SIZES = Sizes(long_tokens=3000, document_tokens=1400, documents=6, attach_s=1)
+TINY_SIZES = Sizes(long_tokens=3000, document_tokens=1400, documents=6, repetitions=1, attach_s=1)
 
 
 def specs(pool: EnginePool, sizes: Sizes) -> list[EngineSpec]:
     shape = TINY if pool.tiny else GLM_9B
     token_bytes = 1024 if pool.tiny else shape.token_bytes
-    one = max(sizes.document_tokens, int(sizes.long_tokens / _ON_GPU)) * token_bytes
+    one = max(sizes.document_tokens, int(sizes.long_tokens / ON_GPU)) * token_bytes
     daemon = _daemon(pool, sizes, one, token_bytes)
     return [
         engine_spec(
             shape,
             system,
-            with_daemon(daemon.ipc, int(_IN_CPU_TIER * one)),
+            with_daemon(daemon.ipc, int(IN_CPU_TIER * one)),
             gpu_cache=True,
             kv_bytes=int(_kv_tokens(sizes, shape.max_model_len) * token_bytes),
         )
@@ -67,7 +69,7 @@ def _daemon(pool: EnginePool, sizes: Sizes, one: int, token_bytes: int) -> Daemo
     space = min(wanted, int(shutil.disk_usage(folder).free * _OF_FREE_DISK))
     return pool.daemon(
         _DAEMON,
-        *("--memory", str(int(_IN_DAEMON * one))),
+        *("--memory", str(int(IN_DAEMON * one))),
         *("--ssd", str(folder), "--ssd-space", str(space)),
     )
 
@@ -84,8 +86,10 @@ def measure(pool: EnginePool, record: Record, sizes: Sizes) -> None:
     for engine in (first, second):
         _warm_up(engine, fresh, sizes)
     time.sleep(sizes.attach_s)
-    _one_document(daemon, first, second, fresh, record, sizes)
-    _many_documents(first, fresh, record, sizes)
+    for _ in range(sizes.repetitions):
+        if not record.over:
+            _one_document(daemon, first, second, fresh, record, sizes)
+            _many_documents(first, fresh, record, sizes)
 
 
 def _described(daemon: DaemonProcess) -> str:
@@ -95,7 +99,7 @@ def _described(daemon: DaemonProcess) -> str:
 
 
 def _kv_tokens(sizes: Sizes, longest: int) -> float:
-    return max(_ON_GPU * sizes.document_tokens, longest + 512)
+    return max(ON_GPU * sizes.document_tokens, longest + 512)
 
 
 def _one_document(

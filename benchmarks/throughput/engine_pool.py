@@ -18,12 +18,14 @@ from typing import Any, TypeVar
 
 from benchmarks.engine_process import EngineFailed, EngineProcess, EngineSpec
 from benchmarks.throughput.engines import (
+    CHUNK,
     QWEN_3B,
     TINY,
     Shape,
     connector,
     daemon_of,
     engine_spec,
+    offloading,
     with_daemon,
     with_tails,
 )
@@ -168,22 +170,20 @@ class EnginePool:
 
 _GIB = 1 << 30
 _MIB = 1 << 20
+SMALL_CPU_GIB, SMALL_DAEMON_GIB = 3, 8
+_GRAPHS = (1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 384, 512, 768, CHUNK)
+"""Sizes of steps that run as CUDA graphs. With 32 sequences vLLM would make none above 64, and the
+GPU would wait for the processor that launches kernels: tables would tell how fast that one is."""
 
 
 def shape_of(pool: EnginePool) -> Shape:
     return TINY if pool.tiny else QWEN_3B
 
 
-def small_engine(
-    pool: EnginePool,
-    system: str,
-    scheduling: str,
-    gpu_cache: bool,
-    graphs: Sequence[int] | None = None,
-) -> EngineSpec:
-    """`system`: vllm, hash_only, tiered, yoco (the same, partial tails are reused), or daemon
-    (shared memory of a daemon behind the tier). `graphs`: the sizes of steps that run as CUDA
-    graphs, where vLLM is not to choose them."""
+def small_engine(pool: EnginePool, system: str, scheduling: str, gpu_cache: bool) -> EngineSpec:
+    """`system`: vllm, hash_only, tiered, yoco (the same, partial tails are reused), daemon (shared
+    memory of a daemon behind the tier), daemon_too (a second engine of it), or offloading (vLLM's
+    OffloadingConnector)."""
     spec = engine_spec(
         shape_of(pool),
         system,
@@ -192,21 +192,23 @@ def small_engine(
         kv_bytes=64 * _MIB if pool.tiny else 5 * _GIB // 4,
         scheduling=scheduling,
     )
-    if graphs is not None and not pool.tiny:
-        spec.options["compilation_config"] = {"cudagraph_capture_sizes": sorted(graphs)}
+    if not pool.tiny:
+        spec.options["compilation_config"] = {"cudagraph_capture_sizes": list(_GRAPHS)}
     return spec
 
 
 def _transfer(pool: EnginePool, system: str) -> dict[str, Any] | None:
-    cpu_memory = 64 * _MIB if pool.tiny else 3 * _GIB
+    cpu_memory = 64 * _MIB if pool.tiny else SMALL_CPU_GIB * _GIB
     if system == "vllm":
         return None
-    if system == "daemon":
-        memory = "256MiB" if pool.tiny else "8GiB"
+    if system.startswith("daemon"):
+        memory = "256MiB" if pool.tiny else f"{SMALL_DAEMON_GIB}GiB"
         address = pool.daemon("small", "--memory", memory).ipc
         return with_daemon(address, cpu_memory)
     if system == "yoco":
         return with_tails(cpu_memory)
+    if system == "offloading":
+        return offloading(cpu_memory)
     return connector("hash_only" if system == "hash_only" else "tiered", cpu_memory=cpu_memory)
 
 

@@ -159,6 +159,15 @@ def with_daemon(address: str, cpu_memory: int) -> dict[str, Any]:
     )
 
 
+def offloading(cpu_memory: int) -> dict[str, Any]:
+    """vLLM's own connector, as it comes. It needs a GPU."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": cpu_memory},
+    }
+
+
 def daemon_of(spec: EngineSpec) -> str | None:
     """The address of the daemon behind an engine."""
     options = (spec.transfer or {}).get("kv_connector_extra_config", {})

@@ -5,9 +5,11 @@
 Requests of 1000 tokens that ask for 24 more, 32 sequences at a time. Columns: `naive` (vLLM without
 prefix cache), `disable_prefix_caching` (the same, and keys are computed), `prefix_caching` (vLLM's
 own), `yoco` (our connector behind it, which keeps the block a prompt ends in), `swap_in` (no GPU
-cache, hits come from the CPU tier) and `transfer_in` (no GPU cache, hits come from a daemon). The
-last one runs twice: what one engine wrote to the daemon in its first run, another one, which has no
-copy of it, reads in the second.
+cache, hits come from the CPU tier), `OffloadingConnector` (vLLM's, no GPU cache either) and
+`transfer_in` (no GPU cache, hits come from a daemon). The last one runs twice: what one engine
+wrote to the daemon in its first run, another one, which has no copy of it, reads in the second.
+Engines of one kind of scheduling live at the same time and take turns, in another order in each
+round.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ COLUMNS = {  # system, GPU cache
     "prefix_caching": ("vllm", True),
     "yoco": ("yoco", True),
     "swap_in": ("tiered", False),
+    "OffloadingConnector": ("offloading", False),
 }
+_READ_WHAT_THE_OTHER_WROTE = ("daemon", "daemon_too")
 SCHEDULINGS = ("sync", "async")
 
 
@@ -37,56 +41,74 @@ class Sizes:
     prompt_tokens: int = 1000
     output_tokens: int = 24
     percents: tuple[int, ...] = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
+    rounds: int = 3
     asynchronous: int = 1
     attach_s: int = 5
     """For the engines to map and pin the daemon's memory, in the background."""
 
 
 SIZES = Sizes()
-TINY_SIZES = Sizes(requests=8, output_tokens=4, percents=(0, 50, 100), asynchronous=0, attach_s=1)
+TINY_SIZES = Sizes(
+    requests=8, output_tokens=4, percents=(0, 50, 100), rounds=1, asynchronous=0, attach_s=1
+)
 
 
 def specs(pool: EnginePool, sizes: Sizes) -> list[EngineSpec]:
-    """An engine for each of `_labels`, then the two that write to and read from the daemon."""
-    columns = [
-        small_engine(pool, system, labels["scheduling"], gpu_cache)
-        for labels in _labels(sizes)
-        for system, gpu_cache in [COLUMNS[labels["column"]]]
-    ]
-    # Both, always: one reads what the other has written.
-    return columns + [small_engine(pool, "daemon", s, False) for s in SCHEDULINGS]
+    """The engines that are compared first."""
+    scheduling = _schedulings(sizes)[0]
+    return [*_columns(pool, scheduling).values(), *_pair(pool, scheduling)]
 
 
-def _labels(sizes: Sizes) -> list[dict[str, str]]:
-    return [
-        {"column": column, "scheduling": scheduling}
-        for column in COLUMNS
-        for scheduling in (SCHEDULINGS if sizes.asynchronous else SCHEDULINGS[:1])
-    ]
+def _schedulings(sizes: Sizes) -> tuple[str, ...]:
+    return SCHEDULINGS if sizes.asynchronous else SCHEDULINGS[:1]
+
+
+def _columns(pool: EnginePool, scheduling: str) -> dict[str, EngineSpec]:
+    return {
+        column: small_engine(pool, system, scheduling, gpu_cache)
+        for column, (system, gpu_cache) in COLUMNS.items()
+        if not (pool.tiny and system == "offloading")
+    }
+
+
+def _pair(pool: EnginePool, scheduling: str) -> list[EngineSpec]:
+    return [small_engine(pool, one, scheduling, False) for one in _READ_WHAT_THE_OTHER_WROTE]
 
 
 def measure(pool: EnginePool, record: Record, sizes: Sizes) -> None:
-    wanted = specs(pool, sizes)
-    pair = wanted[-len(SCHEDULINGS) :]
-    named = zip(wanted, _labels(sizes), strict=False)  # the pair has no labels of its own
-    labels = {spec.name: one for spec, one in named}
-    engines = pool.engines(wanted, record)
     fresh = Prompts(shape_of(pool).vocabulary, seed=3)
+    schedulings = _schedulings(sizes)
+    for number, scheduling in enumerate(schedulings):
+        share = record.seconds_left / (len(schedulings) - number)
+        _compare(pool, record, sizes, scheduling, fresh, time.monotonic() + share)
+
+
+def _compare(
+    pool: EnginePool, record: Record, sizes: Sizes, scheduling: str, fresh: Prompts, end: float
+) -> None:
+    """Whole rounds, as many as are begun before `end`."""
+    columns, pair = _columns(pool, scheduling), _pair(pool, scheduling)
+    engines = pool.engines([*columns.values(), *pair], record)
     for name in pool.alive(list(engines)):
         with pool.surviving(name, record):
             engines[name].ask(fresh.distinct(4, sizes.prompt_tokens), sizes.output_tokens)
             engines[name].settle()
     time.sleep(sizes.attach_s)
-    for percent in sizes.percents:
-        if record.over:
+    order = list(columns)
+    for number in range(sizes.rounds):
+        if time.monotonic() > end:
             return
-        prompts = fresh.sharing(sizes.requests, sizes.prompt_tokens, percent)
-        for name in pool.alive(list(labels)):
-            with pool.surviving(name, record):
-                _ask(engines[name], prompts, record, sizes, {**labels[name], "percent": percent})
-        names = [spec.name for spec in pair]
-        if len(pool.alive(names)) == len(names):
-            _transfer(pool, [engines[name] for name in names], fresh, record, sizes, percent)
+        for percent in sizes.percents:
+            labels = {"scheduling": scheduling, "percent": percent}
+            prompts = fresh.sharing(sizes.requests, sizes.prompt_tokens, percent)
+            for column in order[number % len(order) :] + order[: number % len(order)]:
+                name = columns[column].name
+                if pool.alive([name]):
+                    with pool.surviving(name, record):
+                        _ask(engines[name], prompts, record, sizes, {"column": column, **labels})
+            names = [spec.name for spec in pair]
+            if len(pool.alive(names)) == len(names):
+                _transfer(pool, [engines[name] for name in names], fresh, record, sizes, labels)
 
 
 def _ask(
@@ -110,14 +132,14 @@ def _transfer(
     fresh: Prompts,
     record: Record,
     sizes: Sizes,
-    percent: int,
+    labels: dict[str, Any],
 ) -> None:
+    percent = labels["percent"]
     written = [fresh.sharing(sizes.requests, sizes.prompt_tokens, percent) for _ in pair]
     for column, sets in (("transfer_in-1", written), ("transfer_in-2", written[::-1])):
-        for engine, scheduling, prompts in zip(pair, SCHEDULINGS, sets, strict=True):
-            labels = {"column": column, "scheduling": scheduling, "percent": percent}
+        for engine, prompts in zip(pair, sets, strict=True):
             with pool.surviving(engine.spec.name, record):
-                _ask(engine, prompts, record, sizes, labels)
+                _ask(engine, prompts, record, sizes, {"column": column, **labels})
         if len(pool.alive([engine.spec.name for engine in pair])) < len(pair):
             return
 

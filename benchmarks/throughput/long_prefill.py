@@ -21,6 +21,7 @@ from benchmarks.throughput.engines import (
     Prompts,
     connector,
     engine_spec,
+    offloading,
     with_daemon,
     with_tails,
 )
@@ -35,6 +36,8 @@ _LOCAL_ROWS = {  # system, GPU cache, rounds
     "yoco": ("yoco", True, _ROUNDS),
     "offloading+prefix_caching": ("tiered", True, _ROUNDS),
     "offloading+no_gpu_caching": ("tiered", False, _ROUNDS),
+    "OffloadingConnector+prefix_caching": ("offloading", True, _ROUNDS),
+    "OffloadingConnector+no_gpu_caching": ("offloading", False, _ROUNDS),
 }
 _REMOTE_ROWS = {
     "remote+prefix_caching": ("daemon", True, _ROUNDS),
@@ -47,30 +50,38 @@ class Sizes:
     prompt_tokens: int = 10_240
     prompts: int = 2
     """10 in the original; the daemon holds all of them for every length of output, twice."""
+    repetitions: int = 3
+    """Each with prompts of its own."""
     outputs: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128)
     remote: int = 1
     """0: without the rows that need a daemon."""
-    attach_s: int = 8
+    attach_s: int = 15
     """For the engines to map and pin the daemon's memory, in the background."""
 
 
 SIZES = Sizes()
-TINY_SIZES = Sizes(prompt_tokens=1024, prompts=2, outputs=(2, 8), attach_s=1)
+TINY_SIZES = Sizes(prompt_tokens=1024, prompts=2, repetitions=1, outputs=(2, 8), attach_s=1)
 
 
 _Rows = Mapping[str, tuple[str, bool, tuple[int, ...]]]
-_Asked = dict[tuple[str, int], list[list[int]]]
+_Asked = dict[tuple[str, int, int], list[list[int]]]
 
 
 def specs(pool: EnginePool, sizes: Sizes) -> list[EngineSpec]:
     """Those of the first rows; the others have their engines when these are gone."""
-    return [_spec(pool, sizes, row) for row in _LOCAL_ROWS]
+    return [_spec(pool, sizes, row) for row in _local_rows(pool)]
+
+
+def _local_rows(pool: EnginePool) -> _Rows:
+    """vLLM's own connector needs a GPU."""
+    rows = _LOCAL_ROWS.items()
+    return {row: one for row, one in rows if not (pool.tiny and one[0] == "offloading")}
 
 
 def measure(pool: EnginePool, record: Record, sizes: Sizes) -> None:
     fresh = Prompts((TINY if pool.tiny else QWEN_7B).vocabulary, seed=4)
     engines = pool.engines(specs(pool, sizes), record)
-    _ask_all(pool, engines, fresh, record, sizes, _LOCAL_ROWS, {})
+    _ask_all(pool, engines, fresh, record, sizes, _local_rows(pool), {})
     if not sizes.remote or record.over:
         return
     asked: _Asked = {}
@@ -94,13 +105,16 @@ def _ask_all(
     """`asked`: the prompts of each cell, filled where there are none. Rows do not share them: two
     of them share a daemon."""
     _warm_up(pool, engines, fresh, record, sizes)
-    for output in sizes.outputs:
-        for row, (_, _, rounds) in rows.items():
-            if (row, output) not in asked:
-                asked[row, output] = fresh.distinct(sizes.prompts, sizes.prompt_tokens)
-            name = _spec(pool, sizes, row).name
-            for number in rounds:
-                _ask(pool, engines, name, asked, record, row, output, number)
+    for repetition in range(sizes.repetitions):
+        for output in sizes.outputs:
+            for row, (_, _, rounds) in rows.items():
+                key = row, output, repetition
+                if key not in asked:
+                    asked[key] = fresh.distinct(sizes.prompts, sizes.prompt_tokens)
+                name = _spec(pool, sizes, row).name
+                for number in rounds:
+                    labels = {"row": row, "round": number, "output": output}
+                    _ask(pool, engines, name, asked[key], record, labels)
 
 
 def _warm_up(
@@ -121,20 +135,17 @@ def _ask(
     pool: EnginePool,
     engines: dict[str, EngineProcess],
     name: str,
-    prompts: _Asked,
+    prompts: list[list[int]],
     record: Record,
-    row: str,
-    output: int,
-    number: int,
+    labels: dict[str, Any],
 ) -> None:
     if record.over or not pool.alive([name]):
         return
-    labels = {"row": row, "round": number, "output": output}
     with pool.surviving(name, record):
-        engine, asked_for = engines[name], prompts[row, output]
+        engine = engines[name]
         before = engine.loaded()
-        asked = engine.ask(asked_for, output)
-        record.add(asked.seconds, len(asked_for), **labels)
+        asked = engine.ask(prompts, labels["output"])
+        record.add(asked.seconds, len(prompts), **labels)
         engine.settle()
         loaded = {tier: count - before.get(tier, 0) for tier, count in engine.loaded().items()}
         record.loaded_blocks(labels, loaded)
@@ -152,8 +163,11 @@ def _spec(pool: EnginePool, sizes: Sizes, row: str) -> EngineSpec:
         transfer = connector(cpu_memory=cpu_memory)
     if system == "yoco":
         transfer = with_tails(cpu_memory)
+    if system == "offloading":
+        transfer = offloading(cpu_memory)
     if system == "daemon":
-        memory = int(len(_REMOTE_ROWS) * (len(sizes.outputs) + 1) * one_set * 1.2)
+        sets = sizes.repetitions * len(sizes.outputs) + 1
+        memory = int(len(_REMOTE_ROWS) * sets * one_set * 1.1)
         address = pool.daemon("long", "--memory", str(memory)).ipc
         transfer = with_daemon(address, cpu_memory)
     kv_bytes = max(one_set * 5 // 4, (shape.max_model_len + 512) * _bytes_per_token(pool))

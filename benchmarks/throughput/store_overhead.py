@@ -5,17 +5,17 @@
 Prompts of 8192 tokens that nobody has seen, one token of output, by tokens per step; with and
 without the GPU's prefix cache, with synchronous and asynchronous scheduling. Engines that are
 compared with each other live at the same time and take turns, and ratios are those of equal rounds,
-since the speed of a processor may change within seconds. All sizes of steps run as CUDA graphs:
-otherwise the GPU waits for the processor that launches its kernels, and the table tells about that.
-With small steps prompts run one after the other, so fewer of them tell the same rate: each cell
-says how many it was measured with.
+since the speed of a processor may change within seconds. With small steps prompts run one after the
+other, so fewer of them tell the same rate: each cell says how many it was measured with.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from benchmarks.engine_process import EngineSpec
@@ -23,8 +23,7 @@ from benchmarks.throughput.engine_pool import EnginePool, run_table, shape_of, s
 from benchmarks.throughput.engines import CHUNK, Prompts
 from benchmarks.throughput.record import Record
 
-SYSTEMS = ("vllm", "tiered", "daemon")
-COMPARED = (("vllm", "tiered"), ("tiered", "daemon"))
+COMPARED = (("vllm", "tiered"), ("tiered", "daemon"), ("vllm", "offloading"))
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,15 @@ def _gpu_caches(sizes: Sizes) -> list[bool]:
 def _engines(pool: EnginePool, sizes: Sizes, gpu_cache: bool) -> dict[tuple[str, str], EngineSpec]:
     """By scheduling and system."""
     return {
-        (scheduling, system): small_engine(
-            pool, system, scheduling, gpu_cache, graphs=(1, *sizes.chunks)
-        )
+        (scheduling, system): small_engine(pool, system, scheduling, gpu_cache)
         for scheduling in (["sync", "async"] if sizes.asynchronous else ["sync"])
-        for system in SYSTEMS
+        for system in _systems(pool)
     }
+
+
+def _systems(pool: EnginePool) -> list[str]:
+    systems = list(dict.fromkeys(system for pair in COMPARED for system in pair))
+    return [system for system in systems if not (pool.tiny and system == "offloading")]
 
 
 def measure(pool: EnginePool, record: Record, sizes: Sizes) -> None:
@@ -100,7 +102,7 @@ def _compare(
             break
         for number, chunk in enumerate(sizes.chunks):
             count = prompts_for(sizes, chunk)
-            for scheduling, system in _in_turns(list(specs), repetition + number):
+            for scheduling, system in _in_turns(specs, repetition + number):
                 name = specs[scheduling, system].name
                 if not pool.alive([name]):
                     continue
@@ -123,12 +125,12 @@ def _compare(
             engines[name].set_chunk(CHUNK)
 
 
-def _in_turns(engines: list[tuple[str, str]], turn: int) -> Iterator[tuple[str, str]]:
+def _in_turns(engines: Iterable[tuple[str, str]], turn: int) -> Iterator[tuple[str, str]]:
     """Those of one kind of scheduling follow each other; each time another one begins."""
-    for start in range(0, len(engines), len(SYSTEMS)):
-        alike = engines[start : start + len(SYSTEMS)]
-        first = turn % len(alike)
-        yield from alike[first:] + alike[:first]
+    for _, alike in itertools.groupby(engines, key=itemgetter(0)):
+        order = list(alike)
+        first = turn % len(order)
+        yield from order[first:] + order[:first]
 
 
 def _labels(scheduling: str, system: str, gpu_cache: bool, chunk: int) -> dict[str, Any]:
