@@ -90,6 +90,8 @@ def read_config(path: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    except ModelConfigError:  # a ValueError, too
+        raise
     except (ValueError, RecursionError) as error:
         raise ModelConfigError(f"{file} is not JSON: {error}") from None
     if not isinstance(config, dict):
