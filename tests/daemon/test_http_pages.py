@@ -16,6 +16,7 @@ from tests.daemon.test_cli import run
 from tests.patience import eventually
 from vllm_tiered_kv import __version__
 from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.remote.address import engine_name
 from vllm_tiered_kv.server.net.http import HttpServer, parse_address, read_token
 
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -79,7 +80,7 @@ def test_page_tells_version_start_health_and_bytes_by_namespace(
 ) -> None:
     daemon = start("--memory", "64MiB", "--http", "127.0.0.1:0")
     with RawClient(daemon.endpoint) as client:
-        client.hello(client='Qwen/"8B"\nforged 1')
+        client.hello(client=engine_name('Qwen/"8B"\nforged 1'))
         client.put({key(n): block(n) for n in range(3)})
         found = samples(fetch(f"{daemon.http}/metrics")[1])
     assert found[f'tiered_kv_server_build_info{{version="{__version__}"}}'] == 1

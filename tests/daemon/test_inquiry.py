@@ -33,7 +33,7 @@ from vllm_tiered_kv.api.doctor import Level
 from vllm_tiered_kv.core.store import Durability, PutResult, key_prefix
 from vllm_tiered_kv.device.shared_arena import SharedArena
 from vllm_tiered_kv.errors import ConfigError
-from vllm_tiered_kv.remote.address import ServerAddress
+from vllm_tiered_kv.remote.address import ServerAddress, engine_name
 from vllm_tiered_kv.remote.inquiry import Inquiry, NoAnswerError
 
 
@@ -82,8 +82,9 @@ def test_daemon_that_requires_keys_needs_them(folder: Path) -> None:
 
 
 def stored(daemon: DaemonProcess, model: str) -> None:
+    """As an engine of this model stores."""
     with RawClient(daemon.endpoint) as client:
-        client.hello(client=model)
+        client.hello(client=engine_name(model))
         client.put({key(n): block(n) for n in range(3)})
 
 
@@ -345,11 +346,11 @@ def test_rm_does_not_ask_what_a_daemon_cannot_do() -> None:
 
 
 def test_names_for_rm_are_of_a_model_or_begin_a_namespace() -> None:
-    rows = {"ab12" * 8: {"client": "m"}, "ab13" * 8: {"client": "m"}, "cd00" * 8: {"client": "ab1"}}
+    rows = {"ab12" * 8: {"model": "m"}, "ab13" * 8: {"model": "m"}, "cd00" * 8: {"model": "ab1"}}
     assert len(namespaces_named("m", rows)) == 2
     assert list(namespaces_named("AB12", rows)) == ["ab12" * 8]
     assert list(namespaces_named("ab1", rows)) == ["cd00" * 8]
     assert namespaces_named("cd0", rows) == {}, "too short"
-    rows["ab12" * 7 + "ffff"] = {"client": ""}
+    rows["ab12" * 7 + "ffff"] = {"model": ""}
     with pytest.raises(ConfigError, match="begins 2 namespaces"):
         namespaces_named("ab12", rows)

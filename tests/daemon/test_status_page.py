@@ -14,6 +14,7 @@ from tests.daemon.raw_client import NAMESPACE, attach, block, blocks, key, push_
 from tests.daemon.test_http_pages import TOKEN, fetch, token_file
 from tests.patience import eventually
 from vllm_tiered_kv.core.store import key_prefix
+from vllm_tiered_kv.remote.address import engine_name
 
 HTTP = ("--http", "127.0.0.1:0")
 MIB = 1 << 20
@@ -39,7 +40,8 @@ def test_facts_are_those_of_status_with_history_and_clients(
     start: StartDaemon, connect: Connect
 ) -> None:
     daemon = start("--memory", "64MiB", *HTTP)
-    client = connect(daemon.endpoint, client="Qwen/Qwen3-8B")
+    engine = engine_name("Qwen/Qwen3-8B")
+    client = connect(daemon.endpoint, client=engine)
     client.put(blocks(3))
     client.get([key(0), key(9)])
     stats = client.stats()
@@ -51,10 +53,10 @@ def test_facts_are_those_of_status_with_history_and_clients(
     assert set(facts["stats"]) == set(stats)
     assert facts["info"]["endpoints"] == daemon.endpoints
     (row,) = facts["info"]["by_namespace"].values()
-    assert (row["client"], row["memory_blocks"]) == ("Qwen/Qwen3-8B", 3)
+    assert (row["model"], row["memory_blocks"]) == ("Qwen/Qwen3-8B", 3)
     assert facts["clients"]["left_out"] == 0
     (row,) = facts["clients"]["rows"]
-    assert (row["client"], row["transport"], row["pid"]) == ("Qwen/Qwen3-8B", "tcp", 0)
+    assert (row["client"], row["transport"], row["pid"]) == (engine, "tcp", 0)
     assert (row["sessions"], row["in_flight"], row["read_only"]) == (1, 0, False)
     history = facts["history"]
     now = dict(zip(history["columns"], history["now"], strict=True))

@@ -189,7 +189,7 @@ def test_namespace_shape_survives_restart(
     daemon.restart()
     looker = connect(daemon.endpoint, block_bytes=[])
     [(name, row)] = looker.ask(wire.Info()).facts["by_namespace"].items()
-    assert (name, row["client"]) == (key_prefix(NAMESPACE).hex(), "test")
+    assert (name, row["model"]) == (key_prefix(NAMESPACE).hex(), "test")
     assert (row["ssd_blocks"], row["ssd_bytes"], row["memory_blocks"]) == (3, 3 * SIZE, 0)
     with pytest.raises(Refused) as refused:
         connect(daemon.endpoint, block_bytes=[2 * SIZE])

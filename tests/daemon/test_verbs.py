@@ -74,7 +74,7 @@ def test_flush_info_stats(client) -> None:  # type: ignore[no-untyped-def]
     assert stats["missed_blocks"] == 1
     assert stats["blocks"] == {"memory": 3}
     assert stats["requests"]["put"] == 1
-    held = {"client": "test", "memory_blocks": 3, "memory_bytes": 3 * 4096}
+    held = {"client": "test", "model": "test", "memory_blocks": 3, "memory_bytes": 3 * 4096}
     assert info["by_namespace"] == {key_prefix(NAMESPACE).hex(): held}
 
 

@@ -11,7 +11,7 @@ from zmq.auth import create_certificates
 from tests.remote.engine import IDENTITY, RANK, block_keys, identity
 from vllm_tiered_kv.core.store import StoreKey, store_key
 from vllm_tiered_kv.errors import ConfigError
-from vllm_tiered_kv.remote.address import ServerAddress
+from vllm_tiered_kv.remote.address import ServerAddress, engine_name, without_process
 from vllm_tiered_kv.remote.curve import CurveKeys
 from vllm_tiered_kv.remote.store import RemoteStore
 
@@ -79,6 +79,14 @@ def test_wire_key_drops_the_namespace() -> None:
 
 def test_hello_lists_each_block_length_once() -> None:
     assert identity(4096, 512, 4096).hello().block_bytes == [512, 4096]
+
+
+def test_name_without_process_is_the_same_after_a_restart() -> None:
+    assert without_process(engine_name("Qwen/Qwen3-8B")) == "Qwen/Qwen3-8B"
+    assert without_process("token cache 'chats of process 1' of process 17") == (
+        "token cache 'chats of process 1'"
+    )
+    assert without_process("a program") == "a program"
 
 
 def test_curve_keys_load_from_certificate_files(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ INFO: dict[str, Any] = {
     "server": "tiered-kv-server 1",
     "by_namespace": {
         "aa" * 16: {
-            "client": "Qwen\n3",
+            "model": "Qwen\n3",
             "memory_blocks": 1200,
             "memory_bytes": 3 << 30,
             "ssd_blocks": 5,
             "ssd_bytes": 1 << 20,
         },
-        "bb" * 16: {"client": "", "memory_blocks": 0, "memory_bytes": 0},
+        "bb" * 16: {"model": "", "memory_blocks": 0, "memory_bytes": 0},
     },
 }
 

@@ -34,7 +34,7 @@ examples:
 
 _LS = """\
 Lists the namespaces that daemons hold, the largest first: their bytes and blocks in memory and on
-the SSD, and the name of the last client that wrote to them (an engine announces its model). A
+the SSD, and the model of the last engine that wrote to them, or the name of another client. A
 namespace is everything that makes blocks of two engines incompatible; quotas and the engine's log
 name it alike. A daemon tells its 100 largest.
 """
@@ -207,10 +207,7 @@ def _list(given: argparse.Namespace) -> int:
 
 def _as_json(address: str, info: Mapping[str, Any]) -> dict[str, Any]:
     rows = info.get("by_namespace", {})
-    namespaces = []
-    for name, row in rows.items():
-        sizes = dict(row)
-        namespaces.append({"namespace": name, "model": sizes.pop("client", ""), **sizes})
+    namespaces = [{"namespace": name, **row} for name, row in rows.items()]
     return {"address": address, "namespaces": namespaces}
 
 
@@ -260,7 +257,7 @@ def _remove(given: argparse.Namespace) -> int:
 
 def namespaces_named(name: str, rows: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a model with this name, or else the one whose name begins like this."""
-    of_model = {key: row for key, row in rows.items() if row.get("client") == name}
+    of_model = {key: row for key, row in rows.items() if row.get("model") == name}
     if of_model or len(name) < _MIN_DIGITS:
         return of_model
     started = {key: row for key, row in rows.items() if key.startswith(name.lower())}

@@ -30,7 +30,7 @@ def namespace_lines(info: Mapping[str, Any], max_rows: int | None = None) -> lis
         ["namespace", *(f"{tier}{part}" for tier in tiers for part in ("", " blocks")), "model"]
     ]
     for name, row in list(rows.items())[:max_rows]:
-        model = _escaped(row.get("client", "")) or "not seen since the daemon started"
+        model = _escaped(row.get("model", "")) or "not seen since the daemon started"
         cells = [
             cell
             for tier in tiers

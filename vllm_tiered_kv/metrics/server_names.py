@@ -150,8 +150,8 @@ START_TIME = _gauge("start_time_seconds", "When the daemon started, in seconds s
 HEALTHY = _gauge("up", "1 while the daemon is healthy, 0 while `/healthz` says that it is not.")
 NAMESPACE_BYTES = _gauge(
     "namespace_bytes",
-    "Bytes of the 100 largest namespaces in a tier. `model` is the name that the last client "
-    "announced that writes to it: an engine announces its model.",
+    "Bytes of the 100 largest namespaces in a tier. `model` is that of the last engine that wrote "
+    "to it, or the name of another client.",
     *("namespace", "model", "tier"),
 )
 REQUEST_SECONDS = _histogram(

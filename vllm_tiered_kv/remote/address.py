@@ -22,6 +22,7 @@ ARENA_SUFFIX = ".arena"
 """Suffix of the socket that hands out shared memory, in the folder of the `ipc://` socket."""
 
 _MODEL = ", model "
+_PROCESS = re.compile(r" of process \d+$")
 _MAX_PATH = 107  # bytes in sockaddr_un, without the final zero
 _TCP = re.compile(r"tcp://(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
 _EXAMPLES = '"tcp://host:9527" or "ipc:///run/tiered-kv.sock"'
@@ -105,6 +106,12 @@ def engine_name(model: str) -> str:
 def model_in(name: str) -> str:
     """The model in the name of an engine; empty for other clients."""
     return name.partition(_MODEL)[2]
+
+
+def without_process(name: str) -> str:
+    """What remains of a client's name when it restarts: an engine's model, or what another client
+    calls itself."""
+    return model_in(name) or _PROCESS.sub("", name)
 
 
 @dataclass(frozen=True, slots=True)

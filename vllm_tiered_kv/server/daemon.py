@@ -432,7 +432,7 @@ class Daemon:
             for tier in (Tier.MEMORY.value, Tier.SSD.value):
                 nbytes = row.get(f"{tier}_bytes", 0)
                 if isinstance(nbytes, int) and f"{tier}_bytes" in row:
-                    labels = (namespace, str(row["client"]), tier)
+                    labels = (namespace, str(row["model"]), tier)
                     yield names.NAMESPACE_BYTES, labels, nbytes
 
     def _facts(self) -> dict[str, Callable[[], Any]]:

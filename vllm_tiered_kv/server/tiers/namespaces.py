@@ -14,6 +14,7 @@ from pathlib import Path
 
 from vllm_tiered_kv.core.store import key_prefix
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
+from vllm_tiered_kv.remote.address import without_process
 from vllm_tiered_kv.server.tiers.namespace_file import FILE, NamespaceFile, Shape, read
 from vllm_tiered_kv.wire.messages import Hello
 
@@ -67,7 +68,7 @@ class Namespaces:
     def rows(
         self, usages: Mapping[str, Mapping[bytes, tuple[int, int]]], max_rows: int = _MAX_ROWS
     ) -> dict[str, dict[str, int | str]]:
-        """Client and usage per tier of each namespace, largest first. From any thread."""
+        """Client, model and usage per tier of each namespace, largest first. From any thread."""
         clients = {key_prefix(name): shape.client for name, shape in self._snapshot().items()}
         prefixes = {*clients, *(prefix for usage in usages.values() for prefix in usage)}
 
@@ -76,7 +77,8 @@ class Namespaces:
 
         rows = {}
         for prefix in sorted(prefixes, key=size, reverse=True)[:max_rows]:
-            row: dict[str, int | str] = {"client": clients.get(prefix, "")}
+            client = clients.get(prefix, "")
+            row: dict[str, int | str] = {"client": client, "model": without_process(client)}
             for tier, usage in usages.items():
                 row[f"{tier}_blocks"], row[f"{tier}_bytes"] = usage.get(prefix, (0, 0))
             rows[prefix.hex()] = row
