@@ -152,6 +152,10 @@ class ConnectionLost(RemoteError):
     """Connecting failed, the connection broke, or the daemon violated the protocol."""
 
 
+class HandshakeFailed(ConnectionLost):
+    """The peer speaks, but keys do not match: one of the two has none, or another one."""
+
+
 class SessionForgotten(ConnectionLost):
     """The daemon no longer knows the session; it drops sessions that are idle for long."""
 

@@ -34,6 +34,7 @@ from vllm_tiered_kv.core.store import Durability, PutResult, key_prefix
 from vllm_tiered_kv.device.shared_arena import SharedArena
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.remote.address import ServerAddress, engine_name
+from vllm_tiered_kv.remote.curve import CurveKeys
 from vllm_tiered_kv.remote.inquiry import Inquiry, NoAnswerError
 
 
@@ -77,8 +78,13 @@ def test_daemon_that_requires_keys_needs_them(folder: Path) -> None:
             remotes=[address], remote_key=str(secret), remote_server_key=str(server)
         )
         assert [f.level for f in doctor.check_daemons(questions)] == [Level.OK, Level.OK]
-        without = doctor.check_daemon(address, None, 0.5)
-        assert without.level is Level.ERROR
+        without = doctor.check_daemon(address, None, 5.0)
+        assert (without.level, "it requires keys" in without.advice) == (Level.ERROR, True)
+        unknown, its_secret = write_key_pair(folder, "unknown", read_only=False)
+        refused = doctor.check_daemon(address, CurveKeys.load(its_secret, server), 5.0)
+        assert (refused.level, "clients" in refused.advice) == (Level.ERROR, True)
+        wrong = doctor.check_daemon(address, CurveKeys.load(secret, unknown), 5.0)
+        assert (wrong.level, "--remote-server-key" in wrong.advice) == (Level.ERROR, True)
 
 
 def stored(daemon: DaemonProcess, model: str) -> None:
@@ -103,6 +109,16 @@ def test_ls_lists_namespaces_with_the_model_of_their_engine(
     assert first["namespaces"] == second["namespaces"]
     assert first["namespaces"][0]["model"] == "Qwen/Qwen3-8B"
     assert first["namespaces"][0]["memory_blocks"] == 3
+
+
+def test_ls_shows_other_daemons_if_one_does_not_answer(
+    daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored(daemon, "m")
+    assert main(["ls", "tcp://127.0.0.1:1", daemon.endpoint]) == 1
+    captured = capsys.readouterr()
+    assert key_prefix(NAMESPACE).hex() in captured.out
+    assert "no answer from tcp://127.0.0.1:1" in captured.err
 
 
 def test_top_shows_what_happened_between_two_looks(

@@ -75,7 +75,9 @@ def not_negative(text: str) -> float:
 def seconds(text: str) -> float:
     number = not_negative(text)
     if not 0 < number <= _MAX_SECONDS:
-        raise argparse.ArgumentTypeError(f"expected up to {_MAX_SECONDS} seconds, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected more than 0 and at most {_MAX_SECONDS} seconds, got {text!r}"
+        )
     return number
 
 

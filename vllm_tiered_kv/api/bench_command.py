@@ -47,10 +47,23 @@ seconds to the first token and what served most of the prompt. Prompts that are 
 tier after the other.
 """
 
+_INPUTS_EXAMPLES = """\
+exit status:
+  0  the file is written     2  the server cannot be asked, or the file cannot be written
+
+examples:
+  tiered-kv bench inputs --length 100000 --count 6 prompts.jsonl
+  tiered-kv bench inputs --words book.txt --seed 1 prompts.jsonl
+"""
+
 _SERVED = """\
 served by:
   computed, gpu, cpu, remote   where at least a tenth of the prompt came from, the most first
   remote(memory), remote(ssd)  with --daemon: the daemon's tiers
+
+exit status:
+  0  measured     1  a daemon does not answer
+  2  the server cannot be asked, or the file of prompts cannot be used
 """
 
 
@@ -64,7 +77,9 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     tools = bench.add_subparsers(metavar="TOOL", required=True)
 
-    inputs = _add(tools, "inputs", _inputs, "write prompts of a given length", _INPUTS)
+    inputs = _add(
+        tools, "inputs", _inputs, "write prompts of a given length", _INPUTS, _INPUTS_EXAMPLES
+    )
     inputs.add_argument("out", metavar="FILE", type=Path, help="prompts, one JSON object a line")
     inputs.add_argument(
         "--length",
@@ -123,7 +138,7 @@ def _add(
     run: Callable[[argparse.Namespace], int],
     help: str,
     description: str,
-    epilog: str = "",
+    epilog: str,
 ) -> argparse.ArgumentParser:
     parser = arguments.add_command(tools, name, run, help, description, epilog)
     arguments.add_server(parser, "per request, and for a restart")

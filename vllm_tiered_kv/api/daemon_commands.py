@@ -40,6 +40,9 @@ name it alike. A daemon tells its 100 largest.
 """
 
 _LS_EXAMPLES = """\
+exit status:
+  0  all answer     1  a daemon does not
+
 examples:
   tiered-kv ls tcp://127.0.0.1:9527
   tiered-kv ls ipc:///run/kv/kv.sock --json | jq '.[].namespaces[] | select(.model | test("Qwen"))'
@@ -192,17 +195,23 @@ def _status(given: argparse.Namespace) -> int:
 def _list(given: argparse.Namespace) -> int:
     curve = arguments.curve_keys(given)
     found = []
+    failed = False
     for address in given.address:
-        with Inquiry(address, given.timeout, curve) as daemon:
-            found.append((str(address), daemon.info()))
+        try:
+            with Inquiry(address, given.timeout, curve) as daemon:
+                info = daemon.info()
+        except NoAnswerError as error:
+            print(f"tiered-kv: {error}", file=sys.stderr)
+            failed = True
+            continue
+        found.append(_as_json(str(address), info))
+        if not given.json:
+            if len(given.address) > 1:
+                print(f"{address}:")
+            print("\n".join(namespace_lines(info)))
     if given.json:
-        print(json.dumps([_as_json(address, info) for address, info in found], indent=1))
-        return 0
-    for address, info in found:
-        if len(found) > 1:
-            print(f"{address}:")
-        print("\n".join(namespace_lines(info)))
-    return 0
+        print(json.dumps(found, indent=1))
+    return 1 if failed else 0
 
 
 def _as_json(address: str, info: Mapping[str, Any]) -> dict[str, Any]:

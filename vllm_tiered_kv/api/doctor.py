@@ -23,7 +23,15 @@ from vllm_tiered_kv.api.model_shape import read_config, read_shape
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.core.vllm_releases import NEWEST_TESTED_VLLM, OLDEST_VLLM, parse_version
 from vllm_tiered_kv.device.arena import memory_limit
-from vllm_tiered_kv.errors import ConfigError, CudaError, ModelConfigError, NoDeviceError
+from vllm_tiered_kv.errors import (
+    ConfigError,
+    CudaError,
+    ErrorCode,
+    HandshakeFailed,
+    ModelConfigError,
+    NoDeviceError,
+    RemoteRefusal,
+)
 from vllm_tiered_kv.native import cuda
 from vllm_tiered_kv.remote.address import ServerAddress
 from vllm_tiered_kv.remote.curve import CurveKeys
@@ -432,11 +440,7 @@ def check_daemon(address: ServerAddress, curve: CurveKeys | None, timeout_s: flo
         with Inquiry(address, timeout_s, curve) as daemon:
             info = daemon.info()
     except NoAnswerError as error:
-        advice = f"start it: tiered-kv-server --listen {address}"
-        if address.socket_path is not None:
-            advice += "; the folder of its socket must be visible here, and the user the same"
-        else:
-            advice += "; on another host it needs keys, and an open port"
+        advice = _advice_of(error, address, has_keys=curve is not None)
         return Check(name, {"address": str(address)}).error(str(error), advice)
     tiers = info.get("tiers")
     shown = ""
@@ -447,6 +451,23 @@ def check_daemon(address: ServerAddress, curve: CurveKeys | None, timeout_s: flo
         )
     text = f"{address} answers: {info.get('server', 'a daemon')}; {shown}"
     return Check(name, {"address": str(address), "info": info}).ok(text)
+
+
+def _advice_of(error: NoAnswerError, address: ServerAddress, has_keys: bool) -> str:
+    cause = error.__cause__
+    if isinstance(cause, RemoteRefusal) and cause.code is ErrorCode.UNAUTHORIZED:
+        return "put the .key file of this client into the daemon's clients, and restart the daemon"
+    if isinstance(cause, HandshakeFailed) and has_keys:
+        return (
+            "--remote-server-key must be the .key file of this daemon's secret_key; a daemon "
+            "without secret_key wants no keys"
+        )
+    if isinstance(cause, HandshakeFailed):
+        return "it requires keys: --remote-key NAME.key_secret --remote-server-key server.key"
+    advice = f"start it: tiered-kv-server --listen {address}"
+    if address.socket_path is not None:
+        return f"{advice}; the folder of its socket must be visible here, and the user the same"
+    return f"{advice}; on another host it needs keys, and an open port"
 
 
 def _dotted(runtime: int | None) -> str:

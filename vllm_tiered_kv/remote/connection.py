@@ -30,6 +30,7 @@ from zmq.utils.monitor import recv_monitor_message
 from vllm_tiered_kv.errors import (
     ConnectionLost,
     ErrorCode,
+    HandshakeFailed,
     ProtocolError,
     RemoteRefusal,
     RemoteTimeout,
@@ -402,7 +403,7 @@ class Connection:
             return ConnectionLost(self._settings.address.why_not_connected())
         if event == zmq.EVENT_DISCONNECTED:
             return ConnectionLost("the daemon closed the connection")
-        return ConnectionLost("the handshake failed; check the CURVE keys of client and daemon")
+        return HandshakeFailed("the handshake failed; check the CURVE keys of client and daemon")
 
     def drop(self) -> None:
         """Closes the socket and forgets requests in flight. The next call opens a new socket."""
