@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from smollm2 import cache_folder, ensure_model
+from smollm2 import NAME, cache_folder, ensure_model, is_complete
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -239,6 +239,8 @@ def complaints(rows: list[Row], exact: bool) -> list[str]:
 
 
 def run(screen: Screen, model: Path | None) -> int:
+    is_new = model is None and not is_complete(cache_folder() / NAME)
+    screen.step(f"about {'two minutes' if is_new else 'a minute'} from here, on two cores")
     folder = model or ensure_model(report=screen.step)
     screen.step("starting vLLM (about half a minute)")
     llm = start_engine(folder)

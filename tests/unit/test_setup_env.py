@@ -10,20 +10,22 @@ from pathlib import Path
 from tools.setup_env import STAND_INS_ON_CPU, Environment, Step, time_left
 
 
-def step(megabytes: int) -> Step:
-    return Step("a step", "a note", (), megabytes)
+def step(megabytes: int, seconds: int = 0) -> Step:
+    return Step("a step", "a note", (), megabytes, seconds)
 
 
-def test_time_left_is_that_of_the_downloads_at_the_pace_so_far() -> None:
-    steps = [step(200), step(1000), step(0), step(200)]
-    assert time_left(steps, 1, 20.0) == "about 2 min"
-    assert time_left(steps, 3, 120.0) == "less than a minute"
+def test_time_left_is_that_of_the_downloads_at_the_pace_so_far_and_of_other_work() -> None:
+    steps = [step(200, 5), step(1000), step(0, 120), step(200)]
+    assert time_left(steps, 1, 25.0) == "; about 4 min left"
+    assert time_left(steps, 1, 25.0, within=100.0) == "; about 2 min left"
+    assert time_left(steps, 1, 25.0, within=1e6) == "; about 2 min left"
+    assert time_left(steps, 3, 245.0) == "; less than a minute left"
+    assert time_left(steps, 1, 1.0) == "; about 2 min left", "the download was in pip's cache"
+    assert time_left(steps, 4, 265.0) == ""
 
 
-def test_time_left_is_unknown_without_a_pace_and_nothing_at_the_end() -> None:
-    steps = [step(0), step(100), step(0)]
-    assert time_left(steps, 1, 20.0) == ""
-    assert time_left(steps, 2, 20.0) == ""
+def test_time_left_is_told_before_the_first_download() -> None:
+    assert time_left([step(6000), step(0, 60)], 0, 0.0) == "; about 11 min left"
 
 
 def test_stand_ins_pass_for_installed_packages(tmp_path: Path) -> None:

@@ -67,8 +67,9 @@ def frame(
         f"{rates.shown(rates.sum('sent_bytes'), size)} out",
         f"requests {_by_label(rates, 'requests')}",
         f"puts     {_by_label(rates, 'put_blocks')}",
-        f"clients  {after.get('sessions', 0)} sessions, {after.get('attached_processes', 0)} "
-        f"processes map the memory, {size(after.get('leased_bytes', 0))} leased",
+        f"clients  {after.get('sessions', 0)} sessions of the last day, "
+        f"{after.get('attached_processes', 0)} processes map the memory, "
+        f"{size(after.get('leased_bytes', 0))} leased",
     ]
     waiting = ", ".join(
         f"{size(nbytes)} to {tier}"
