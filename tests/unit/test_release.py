@@ -26,6 +26,20 @@ def test_version_is_written_once_and_named_alike_elsewhere() -> None:
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
 
 
+def test_extras_that_pages_name_exist() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    (table,) = re.findall(r"^\[project\.optional-dependencies\]\n(.*?)^\[", text, re.M | re.S)
+    extras = set(re.findall(r"^(\w+) = \[", table, re.MULTILINE))
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    named = {
+        extra
+        for page in pages
+        for extra in re.findall(r"vllm-tiered-kv\[(\w+)\]", page.read_text())
+    }
+    assert named <= extras
+    assert {"server", "mooncake", "redis", "otel"} <= extras
+
+
 @pytest.mark.parametrize(
     ("tag", "heading", "wrong"),
     [
