@@ -241,7 +241,8 @@ def test_node_of_each_gpu_is_named() -> None:
 
 
 def test_few_descriptors_and_an_old_kernel_are_mentioned() -> None:
-    assert list(doctor.check_kernel((6, 1), None)) == []
+    assert list(doctor.check_kernel(None, None)) == []
+    assert [one.level for one in doctor.check_kernel((6, 1), 65536)] == [Level.OK, Level.OK]
     kernel, descriptors = doctor.check_kernel((5, 10), 1024)
     assert (kernel.level, descriptors.level) == (Level.WARNING, Level.WARNING)
 

@@ -320,11 +320,15 @@ def check_kernel(version: tuple[int, int] | None, descriptors: int | None) -> It
             "use Linux 5.14 or newer; until then memory is provided while an engine pins it, and "
             "blocks other calls to the GPU meanwhile",
         )
+    elif version is not None:
+        yield Check("kernel", facts).ok(f"Linux {facts['kernel']}")
     if descriptors is not None and descriptors < _LITTLE_DESCRIPTORS:
         yield Check("descriptors", facts).warning(
             f"a process may open {descriptors} files and sockets: a daemon refuses clients beyond",
             "raise ulimit -Hn (systemd: LimitNOFILE=65536)",
         )
+    elif descriptors is not None:
+        yield Check("descriptors", facts).ok(f"a process may open {descriptors} files and sockets")
 
 
 # ---- what the user asks for ---------------------------------------------------------------------
