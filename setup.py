@@ -177,6 +177,8 @@ class BuildNative(build_ext):
         extension.extra_link_args += [
             str(toolkit.library / "libcudart_static.a"),
             *("-ldl", "-lrt", "-lpthread"),
+            # nvcc's temporary files have the number of its process in their names, and are symbols.
+            "-Wl,--strip-all",
         ]
         kernels = [source for source in extension.sources if source.endswith(".cu")]
         extension.sources = [source for source in extension.sources if source not in kernels]

@@ -3,7 +3,8 @@
 #include "block_copy_cuda.h"
 
 namespace tiered_kv {
-namespace {
+// nvcc names an anonymous namespace after the folder of the build: no two wheels would be alike.
+inline namespace block_copy_cuda {
 
 constexpr int kThreads = 512;
 constexpr int kWarp = 32;
@@ -149,7 +150,7 @@ std::vector<Piece> cut(const BlockLayout& layout) {
   return pieces;
 }
 
-}  // namespace
+}  // namespace block_copy_cuda
 
 CudaBlockLayout::CudaBlockLayout(int device, BlockLayout layout)
     : device_(device),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import tarfile
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tools.build_wheel import BuildError, check_release
+from tools.build_wheel import BuildError, check_release, normalize, set_time_of_archives
 from vllm_tiered_kv import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -61,3 +63,34 @@ def test_tag_must_be_that_of_the_version_and_the_changelog_dated(
         return
     with pytest.raises(BuildError, match=wrong):
         check_release(tmp_path, tag)
+
+
+def test_source_archives_of_one_commit_have_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever, by whomever and in whichever order the files were written."""
+    monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
+    set_time_of_archives(tmp_path)
+    assert "SOURCE_DATE_EPOCH" not in os.environ, "a folder without a history has no time"
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    made = []
+    for number, names in enumerate((["a.py", "b.py"], ["b.py", "a.py"])):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        archive = folder / "x-1.tar.gz"
+        with tarfile.open(archive, "w:gz") as content:
+            for name in names:
+                file = folder / name
+                file.write_text(name)
+                os.utime(file, (number, number + 0.5))
+                content.add(file, f"x-1/{name}")
+        normalize(archive)
+        made.append(archive.read_bytes())
+    assert made[0] == made[1]
+    with tarfile.open(tmp_path / "0" / "x-1.tar.gz") as content:
+        assert content.getnames() == ["x-1/a.py", "x-1/b.py"]
+        (first, _) = content.getmembers()
+        assert (first.mtime, first.uid, first.mode) == (1_700_000_000, 0, 0o644)
+        packed = content.extractfile(first)
+        assert packed is not None
+        assert packed.read() == b"a.py"
