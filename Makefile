@@ -29,11 +29,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 ##@ Try it
 demo: ## ask a small real model about a long text, cold and from the CPU tier
-	@$(SETUP) --env $(FULL) --profile full
+	@$(SETUP) --env $(FULL) --profile full --without-servers
 	@$(FULL)/bin/python examples/demo.py
 
 chat: ## serve it with a daemon, restart the server, and see the answer come from the daemon
-	@$(SETUP) --env $(FULL) --profile full
+	@$(SETUP) --env $(FULL) --profile full --without-servers
 	@$(FULL)/bin/python examples/chat.py
 
 ##@ Check it
@@ -65,12 +65,15 @@ daemon: ## run the tests of stores, daemon and client, also without torch and vL
 matrix: ## check each vLLM release in an environment of its own (RELEASES=0.32.0: only that)
 	@$(PYTHON) -m tools.matrix $(RELEASES)
 
-lint: ## ruff, mypy, clang-format and a faster `check-native`; changes nothing
+lint: ## ruff, mypy, clang-format, schemas of deploy/ and a faster `check-native`; changes nothing
 	@$(SETUP) --env $(LINT) --profile lint
 	$(LINT)/bin/ruff check .
 	$(LINT)/bin/ruff format --check .
 	$(LINT)/bin/mypy
 	$(if $(CXX_FILES),$(LINT)/bin/clang-format --dry-run --Werror $(CXX_FILES))
+	$(LINT)/bin/kubernetes-validate --strict --quiet deploy/kubernetes/*.yaml
+	$(LINT)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/docker/compose.yml
+	$(LINT)/bin/hadolint deploy/docker/Dockerfile
 	$(LINT)/bin/python -m tools.check_native --fast
 
 check-native: ## read csrc for bugs with clang-tidy and cppcheck

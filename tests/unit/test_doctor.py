@@ -269,6 +269,16 @@ def test_command_says_how_many_tokens_of_a_model_fit(
     assert "\033[" not in printed
 
 
+def test_tokens_that_fit_are_those_of_the_memory_that_the_variable_gives_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_config(tmp_path, TINY_QWEN2)
+    monkeypatch.setenv("TIERED_KV_CPU_MEMORY", "1MiB")
+    assert "1 MiB hold 1,024 tokens" in only(doctor.check_model(folder, None, 1)).text
+    monkeypatch.setenv("TIERED_KV_CPU_MEMORY", "much")  # another check says so
+    assert "hold" in only(doctor.check_model(folder, None, 1)).text
+
+
 def test_command_prints_json_and_ends_with_one_if_something_is_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,9 @@ import zipfile
 from importlib import metadata
 from pathlib import Path
 
-from tools.setup_env import STAND_INS_ON_CPU, Environment, Step, time_left
+import pytest
+
+from tools.setup_env import STAND_INS_ON_CPU, Environment, Step, bring_up_to_date, time_left
 
 
 def step(megabytes: int, seconds: int = 0) -> Step:
@@ -62,3 +64,34 @@ def test_modules_are_compiled_when_they_are_imported_not_when_they_are_installed
     environment.install(Step("tiny", "", pip))
     assert (target / "tiny.py").exists()
     assert not list(target.rglob("*.pyc"))
+
+
+def test_servers_that_only_tests_start_are_added_to_the_environment_of_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a demo after the tests neither removes them nor starts over."""
+    installed: list[str] = []
+
+    def create(environment: Environment) -> None:
+        environment.python.parent.mkdir(parents=True)
+        environment.python.touch()
+        (environment.folder / "pyvenv.cfg").touch()
+
+    def install(environment: Environment, step: Step, left: object) -> None:
+        installed.append(step.title)
+
+    monkeypatch.setattr(Environment, "create", create)
+    monkeypatch.setattr(Environment, "install", install)
+    engine, servers = (Step(title, "", ()) for title in ("engine", "servers"))
+
+    def ask(wanted: str, *more: Step) -> list[str]:
+        installed.clear()
+        bring_up_to_date(tmp_path / "env", "all", wanted, [engine], [], 0, servers=more)
+        return list(installed)
+
+    assert ask("1") == ["engine"], "the demo"
+    assert ask("1", servers) == ["servers"], "the tests"
+    assert ask("1") == []
+    assert ask("1", servers) == []
+    assert ask("2") == ["engine"]
+    assert ask("2", servers) == ["servers"]

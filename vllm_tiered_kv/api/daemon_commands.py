@@ -250,7 +250,10 @@ def _remove(given: argparse.Namespace) -> int:
         try:
             with Inquiry(address, given.timeout, curve) as daemon:
                 for name in rows:
-                    removed += daemon.delete_namespace(bytes.fromhex(name))
+                    blocks = daemon.delete_namespace(bytes.fromhex(name))
+                    removed += blocks
+                    if not given.json:
+                        print(f"{address}: {name}, {blocks:,} blocks removed", flush=True)
         except NoAnswerError as error:
             errors.append(str(error))
     names = sorted({name for rows in found.values() for name in rows})

@@ -340,7 +340,7 @@ def check_model(path: Path, memory: int | None, ranks: int) -> Iterator[Finding]
     except ModelConfigError as error:
         yield Check("model").error(str(error), "name the folder of the model, or its config.json")
         return
-    wanted = memory or TieredKVConfig().cpu_memory
+    wanted = memory or _memory_of_an_engine()
     model = ModelCheck(shape, 16, ranks, wanted)
     facts = model.as_json()
     name = shape.architecture or shape.model_type
@@ -357,6 +357,13 @@ def check_model(path: Path, memory: int | None, ranks: int) -> Iterator[Finding]
         text += f"; a guess: {'; '.join(shape.guesses)}"
     check = Check("model", facts)
     yield check.note(text) if shape.guesses else check.ok(text)
+
+
+def _memory_of_an_engine() -> int:
+    try:
+        return TieredKVConfig.load().cpu_memory
+    except ConfigError:  # reported by check_options
+        return TieredKVConfig().cpu_memory
 
 
 def check_disk(folder: Path) -> Iterator[Finding]:
