@@ -60,8 +60,8 @@ _STORING = """\
 ## What does storing cost?
 
 Distinct prompts without a pause: every block is stored and none is ever used, the worst case.
-Steps have up to 8,192 tokens here. With short steps storing may cost more; rounds differ too much
-to say how much:
+Steps have up to 8,192 tokens here. With short steps of a small model, where the processor sets the
+pace, storing costs more, and sending on to a daemon more again; rounds differ much:
 [swap_out and transfer_out](benchmarks-details.md#cost-of-storing-swap_out-and-transfer_out).
 """
 _SSD = """\
