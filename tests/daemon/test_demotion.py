@@ -557,6 +557,46 @@ def test_flush_ignores_lost_blocks_written_again_and_evicted(
     store.close()
 
 
+def test_eviction_writes_blocks_lost_by_failed_sync(
+    tmp_path: Path, disk: GatedDisk, failing_sync: list[int]
+) -> None:
+    """The SSD lacks them although they were written: not because it has evicted them."""
+    ssd = SsdStore(tmp_path / "ssd", 16 * MIB, disk=disk)
+    store = TieredStore(1 * MIB, ssd, None, Recorder())
+    lose_between_flushes(store, failing_sync)
+    ssd.retry()
+    assert not any(ssd.contains([key(n) for n in LOST]))
+    assert not store._demotion.may_leave_memory(key(0))
+    for n in range(100, 200):
+        assert put(store, n) is PutResult.STORED
+        store._demotion._behind[Tier.SSD.value].drain()
+    assert not any(store.memory.contains([key(n) for n in LOST]))
+    assert all(ssd.contains([key(n) for n in LOST]))
+    assert flush(store) == []
+    store.close()
+
+
+def test_refused_block_written_later_is_not_written_again(tmp_path: Path, disk: GatedDisk) -> None:
+    """By the flush, after the SSD has evicted it."""
+    ssd = SsdStore(tmp_path / "ssd", 2 * MIB, disk=disk)
+    store = TieredStore(4 * MIB, ssd, None, Recorder(), TierSettings(write_queue_bytes=SIZE))
+    disk.gate.clear()
+    assert put(store, 1) is put(store, 2) is PutResult.STORED
+    eventually(lambda: disk.waiting == 1)
+    disk.gate.set()
+    behind = store._demotion._behind[Tier.SSD.value]
+    behind.drain()
+    assert put(store, 2, Durability.DISK) is PutResult.STORED
+    for n in range(3, 100):
+        assert put(store, n) is PutResult.STORED
+        behind.drain()
+    assert store.memory.contains([key(2)]) == [True]
+    assert ssd.contains([key(2)]) == [False]
+    assert flush(store) == []
+    assert ssd.usage().blocks + ssd.counters.evicted_blocks == 99
+    store.close()
+
+
 @pytest.mark.parametrize("failures", [0, 1, 1000])
 def test_drain_writes_or_reports_blocks_lost_by_sync(
     tmp_path: Path, disk: GatedDisk, failing_sync: list[int], failures: int

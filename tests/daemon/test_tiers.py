@@ -12,7 +12,17 @@ import pytest
 
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.daemon_process import DaemonProcess
-from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, Refused, attach, block, blocks, key, wire
+from tests.daemon.raw_client import (
+    KEY_BYTES,
+    NAMESPACE,
+    RawClient,
+    Refused,
+    attach,
+    block,
+    blocks,
+    key,
+    wire,
+)
 from tests.patience import eventually
 from vllm_tiered_kv.core.store import Durability, PutResult, key_prefix
 from vllm_tiered_kv.device.shared_arena import SharedArena
@@ -22,6 +32,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 SIZE = 64 * KIB
 
+MEMORY, SSD = 1, 2  # tiers as `contains` numbers them
 SMALL = ("--memory", "4MiB", "--ssd-space", "64MiB")
 
 
@@ -83,6 +94,88 @@ def test_prompt_larger_than_memory_is_served(
     assert client.stats()["used_bytes"]["memory"] <= 4 * MIB
     arena.close()
     attached.close()
+
+
+def put_and_flush(client: RawClient, wanted: dict[bytes, bytes]) -> None:
+    """In parts that the write queue has room for, so that nothing depends on how fast it is."""
+    chain = list(wanted)
+    for n in range(0, len(chain), 10):
+        some = {k: wanted[k] for k in chain[n : n + 10]}
+        assert client.put(some) == [PutResult.STORED] * len(some)
+        client.ask(wire.Flush())
+
+
+def ssd_writes(client: RawClient) -> int:
+    """How many blocks the SSD has stored, without those deleted."""
+    stats = client.stats()
+    return int(stats["blocks"]["ssd"] + stats.get("evicted_blocks", {}).get("ssd", 0))
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "memory", "space"),
+    [
+        pytest.param(SIZE, 400, "8MiB", "4MiB", id="fewer bytes"),
+        pytest.param(4 * KIB, 1500, "4MiB", "16MiB", id="full index"),
+    ],
+)
+def test_ssd_with_fewer_blocks_than_memory_writes_each_once(
+    start: StartDaemon,
+    connect: Connect,
+    folder: Path,
+    size: int,
+    count: int,
+    memory: str,
+    space: str,
+) -> None:
+    ssd = ("--ssd", str(folder / "ssd"), "--ssd-space", space)
+    daemon = start("--memory", memory, *ssd)
+    client = connect(daemon.endpoint, block_bytes=[size])
+    put_and_flush(client, blocks(count, size))
+    stats = client.stats()
+    assert stats["blocks"]["ssd"] < stats["blocks"]["memory"] < count
+    assert ssd_writes(client) == count
+    assert daemon.terminate() == 0
+    daemon.restart()
+    again = connect(daemon.endpoint, block_bytes=[size])
+    assert again.stats()["blocks"]["ssd"] == stats["blocks"]["ssd"]
+
+
+def test_block_used_since_the_ssd_evicted_it_is_written_again(
+    start: StartDaemon, connect: Connect, folder: Path
+) -> None:
+    """When memory evicts it. The SSD has seen nothing of that use."""
+    ssd = ("--ssd", str(folder / "ssd"), "--ssd-space", "4MiB")
+    daemon = start("--memory", "8MiB", *ssd)
+    client = connect(daemon.endpoint, block_bytes=[SIZE])
+    put_and_flush(client, blocks(100, SIZE))
+    assert client.get([key(0)]) == {key(0): block(0, SIZE)}
+    assert client.stats()["hit_blocks"] == {"memory": 1}
+    assert ssd_writes(client) == 100
+    count = 100
+    while client.tiers([key(0)]) == [MEMORY] and count < 400:
+        put_and_flush(client, blocks(10, SIZE, start=count))
+        count += 10
+    assert client.tiers([key(0), key(1)]) == [SSD, 0]
+    assert ssd_writes(client) == count + 1
+    assert client.get([key(0)]) == {key(0): block(0, SIZE)}
+
+
+def test_block_promoted_from_backing_is_written_to_ssd_when_memory_evicts_it(
+    start: StartDaemon, connect: Connect, folder: Path
+) -> None:
+    shared = f"file://{folder / 'shared'}"
+    backing = ("--backing", shared, "--backing-space", "1GiB", "--backing-timeout", "30s")
+    (folder / "shared").mkdir()
+    first = start("--memory", "4MiB", *backing)
+    put_and_flush(connect(first.endpoint, block_bytes=[SIZE]), blocks(1, SIZE))
+    daemon = start(*SMALL, "--ssd", str(folder / "ssd"), *backing)
+    client = connect(daemon.endpoint, block_bytes=[SIZE])
+    assert client.get([key(0)]) == {key(0): block(0, SIZE)}
+    client.ask(wire.Flush())
+    assert ssd_writes(client) == 0
+    put_and_flush(client, blocks(100, SIZE, start=1))
+    assert client.tiers([key(0)]) == [SSD]
+    assert ssd_writes(client) == 101
 
 
 def test_sigterm_writes_everything_and_a_restart_finds_it(

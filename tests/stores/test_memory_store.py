@@ -119,6 +119,36 @@ def test_delete_while_block_is_written_keeps_it_out(store: MemoryBlocks) -> None
     assert store.usage().used_bytes == 0
 
 
+def hold(store: MemoryBlocks, n: int) -> PinnedSlot:
+    """Pins a block, which is no use of it."""
+    (held,) = store.hold([key(n)], touch=False)
+    assert held is not None
+    return held
+
+
+@pytest.mark.parametrize("use", ["hold", "visit", "touch", "delete"])
+def test_block_is_written_until_it_is_used_or_leaves(store: MemoryBlocks, use: str) -> None:
+    store.put([item(1), item(2)])
+    held = [hold(store, 1), hold(store, 2)]
+    assert not store.is_written(key(1))
+    store.mark_written(held)
+    assert store.visit([key(1)], lambda blocks: False) is False
+    assert store.is_written(key(1))
+    if use == "hold":
+        store.let_go([block for block in store.hold([key(1)]) if block is not None])
+    elif use == "visit":
+        assert store.visit([key(1)], lambda blocks: True)
+    elif use == "touch":
+        store.touch(held[:1])
+    else:
+        store.delete([key(1)])
+        store.put([item(1)])
+        store.mark_written(held[:1])  # the write of the deleted block says nothing of the new one
+    assert not store.is_written(key(1))
+    assert store.is_written(key(2))
+    store.let_go(held)
+
+
 def test_fill_with_failing_copy_frees_its_slots(store: MemoryBlocks) -> None:
     slots = store.reserve_chain([(key(n), None, SIZE) for n in range(3)])
     wrong = [item(0), item(1, size=SIZE - 1), item(2)]

@@ -119,6 +119,7 @@ class MemoryStore:
         self._on_evict = on_evict
         self._quota_of = quota_of
         self._readable: dict[StoreKey, PinnedSlot] = {}
+        self._written: set[StoreKey] = set()  # see `is_written`
         self._by_namespace = NamespaceUsage()
         self._slab_slot_bytes = [0] * self._geometry.num_slabs  # slot size of each slab
         self._lock = threading.RLock()
@@ -163,6 +164,7 @@ class MemoryStore:
             if not self._closed:
                 self._closed = True
                 self._readable.clear()
+                self._written.clear()
                 self.arena.close()
 
     # ---- zero-copy ------------------------------------------------------------------------------
@@ -182,7 +184,7 @@ class MemoryStore:
             present = [block.key for block in held if block is not None]
             self._index.pin(present)
             if touch:
-                self._index.touch(present)
+                self._touch(present)
             return held
 
     def visit(self, keys: Sequence[StoreKey], use: Callable[[list[PinnedSlot]], bool]) -> bool:
@@ -198,7 +200,7 @@ class MemoryStore:
                 return False
             is_used = use(blocks)
             if is_used:
-                self._index.touch(keys)
+                self._touch(keys)
             return is_used
 
     def hold_head(
@@ -230,7 +232,12 @@ class MemoryStore:
     def touch(self, held: Sequence[PinnedSlot]) -> None:
         """Counts as a use of these blocks, as far as they are still here."""
         with self._lock:
-            self._index.touch([block.key for block in held])
+            self._touch([block.key for block in held])
+
+    def _touch(self, keys: Sequence[StoreKey]) -> None:
+        self._index.touch(keys)
+        if self._written:
+            self._written.difference_update(keys)
 
     def is_readable(self, block: PinnedSlot) -> bool:
         """Whether this is still the block of its key: neither deleted nor replaced."""
@@ -257,6 +264,16 @@ class MemoryStore:
                 return HandoffResult.TAKEN
             self.let_go([block])
             return HandoffResult.REFUSED
+
+    def mark_written(self, blocks: Iterable[PinnedSlot]) -> None:
+        """Records that these blocks are now written to a slower tier."""
+        with self._lock:
+            self._written.update(block.key for block in blocks if self.is_readable(block))
+
+    def is_written(self, key: StoreKey) -> bool:
+        """Whether this block was marked as written and nobody has used it since. The slower tier
+        may have evicted it by now."""
+        return key in self._written
 
     def reserve(
         self, key: StoreKey, parent: StoreKey | None, nbytes: int
@@ -452,6 +469,7 @@ class MemoryStore:
         block = self._readable.pop(key, None)
         if block is None:
             return False
+        self._written.discard(key)
         self._by_namespace.remove(key, block.nbytes)
         return True
 

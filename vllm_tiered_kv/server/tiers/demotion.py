@@ -2,7 +2,8 @@
 
 A write-behind queue may be full, and a disk may fail or be full. Such a block stays in memory and
 is offered again when it is about to be evicted, and at the latest by `flush`. The same holds for a
-block that a disk accepted but lost before it was durable.
+block that a disk accepted but lost before it was durable. A block that a disk has evicted is
+written again only if it was used since (`Demotion.may_leave_memory`).
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class Demotion:
                 queue_bytes,
                 self._executors[tier],
                 partial(self._record_unwritten, tier),
+                partial(self._write_begun, tier, store),
             )
             for tier, store in tiers
         }
@@ -158,6 +160,13 @@ class Demotion:
         with self._unwritten_lock:
             self._unwritten[tier][key] = result
 
+    def _write_begun(self, tier: str, store: LowerStore, blocks: Sequence[PinnedSlot]) -> None:
+        """From now on a disk may evict these blocks, which is no reason to write them again. If
+        this write fails or is lost, they are recorded as unwritten after this."""
+        if store is not self._backing:
+            self._forget_unwritten(tier, store, [block.key for block in blocks])
+            self._memory.mark_written(blocks)
+
     def _record_lost(self, tier: str, store: LowerStore) -> None:
         """Remembers blocks that a tier has lost. It does not check whether memory still has them:
         the next flush reports those that are gone."""
@@ -167,12 +176,21 @@ class Demotion:
     # ---- eviction from memory; memory calls these under its lock --------------------------------
 
     def may_leave_memory(self, key: StoreKey) -> bool:
-        """False if a disk still has to write the block; it then stays in memory until written."""
+        """False if a disk still has to write the block; it then stays in memory until written.
+
+        A block that the disk has evicted is written again only if it was used since it was written:
+        the disk does not see uses of blocks in memory. Otherwise a disk that holds fewer blocks
+        than memory would write the same blocks over and over.
+        """
         if not self._tiers:
             return True
         tier, store = self._tiers[0]
         if store is self._backing or store.contains([key])[0]:
             return True  # never asks a backing store here: it may be slow
+        if self._memory.is_written(key):
+            self._record_lost(tier, store)
+            if key not in self._unwritten[tier]:
+                return True
         return self._offer_unrecorded(tier, key) is not HandoffResult.TAKEN
 
     def left_memory(self, key: StoreKey) -> None:

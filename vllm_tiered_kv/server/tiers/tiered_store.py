@@ -2,7 +2,7 @@
 
 A hit in a slower tier is read into memory and served from there (promotion). Every block stored is
 written behind to the slower tiers, so a block evicted from memory is usually on the SSD already;
-one that is not stays in memory until written, as long as the queue accepts it (demotion).
+one that is not written yet stays in memory until it is, as long as the queue accepts it (demotion).
 
 Calls return at once and answer through a callback, from this thread or another. The caller's thread
 only accesses memory; everything that reads a disk runs in the pool. The backing store may hang

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -74,14 +74,17 @@ class WriteBehind:
         capacity_bytes: int,
         executor: StoreExecutor,
         on_failed: Callable[[StoreKey, PutResult], None] = lambda key, result: None,
+        on_begun: Callable[[Sequence[PinnedSlot]], None] = lambda blocks: None,
     ) -> None:
-        """`executor` keeps its queue while the target hangs. `on_failed` is called for each block
-        that the target did not store, while the block is still pinned."""
+        """`executor` keeps its queue while the target hangs. `on_begun` is called with the blocks
+        of each write before it, `on_failed` for each block that the target did not store, while
+        the block is still pinned."""
         self._memory = memory
         self._target = target
         self._capacity = capacity_bytes
         self._executor = executor
         self._on_failed = on_failed
+        self._on_begun = on_begun
         self._queue: deque[_PendingWrite] = deque()
         # Oldest first; a key has two entries if a block in the queue must also become durable.
         self._by_key: dict[StoreKey, list[_PendingWrite]] = {}
@@ -199,6 +202,8 @@ class WriteBehind:
         self._take_batch(batch)
         if not batch:
             return
+        with _logging_errors():
+            self._on_begun([waiting.block for waiting in batch])
         results: list[PutResult]
         try:
             results = self._target.put(
