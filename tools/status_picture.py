@@ -53,15 +53,8 @@ class Engine:
         self._client.put(dict.fromkeys(keys[found:], self._content))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=300.0, help="of traffic [300]")
-    parser.add_argument("--out", type=Path, default=TARGET, help="PNG to write")
-    parser.add_argument("--dark", action="store_true", help="in dark colours")
-    given = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="kv-"))
+def take(folder: Path, seconds: float, out: Path, scheme: str) -> None:
+    """Runs the daemon and its traffic in this folder, and saves the picture."""
     ssd = ("--ssd", str(folder / "ssd"), "--ssd-space", "1GiB")
     with DaemonProcess(folder, "--memory", "256MiB", *ssd, "--http", "127.0.0.1:0") as daemon:
         attached = attach(daemon.ipc_path)
@@ -72,15 +65,27 @@ def main() -> None:
         rng = random.Random(31)
         with Chromium(folder) as browser:
             browser.screen(*SCREEN)
-            browser.color_scheme("dark" if given.dark else "light")
+            browser.color_scheme(scheme)
             browser.open(f"{daemon.http}/")
             begun = time.monotonic()
-            while (passed := time.monotonic() - begun) < given.seconds:
+            while (passed := time.monotonic() - begun) < seconds:
                 rng.choice(engines).answer_one(rng)
                 time.sleep(0.03 * (1.2 + math.sin(passed / 20)))
-            given.out.parent.mkdir(exist_ok=True)
-            browser.screenshot(given.out, whole_page=False)
+            out.parent.mkdir(exist_ok=True)
+            browser.screenshot(out, whole_page=False)
         attached.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=300.0, help="of traffic [300]")
+    parser.add_argument("--out", type=Path, default=TARGET, help="PNG to write")
+    parser.add_argument("--dark", action="store_true", help="in dark colours")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        take(Path(folder), given.seconds, given.out, "dark" if given.dark else "light")
     print(f"{given.out}: {given.out.stat().st_size >> 10} KiB")
 
 
