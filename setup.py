@@ -224,7 +224,7 @@ def extension(name: str, *sources: str) -> Extension:
 def page_for_pypi() -> str:
     """README.md, whose links are relative to the repository, with links that work elsewhere."""
     text = Path("README.md").read_text(encoding="utf-8")
-    text = re.sub(r"(!\[[^]]*\]\()(?![a-z]+:|#)", rf"\1{REPOSITORY}/raw/main/", text)
+    text = re.sub(r'(!\[[^]]*\]\(|<img src=")(?![a-z]+:|#)', rf"\1{REPOSITORY}/raw/main/", text)
     return re.sub(r"(?<!!)(\[[^]]*\]\()(?![a-z]+:|#)", rf"\1{REPOSITORY}/blob/main/", text)
 
 

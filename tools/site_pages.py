@@ -28,7 +28,7 @@ FROM_OUTSIDE = {
     "benchmarks/README.md": "running-benchmarks.md",
 }
 _SOURCES = {page: source for source, page in FROM_OUTSIDE.items()}
-_LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
+_LINK = re.compile(r"(?:(?<=\]\()|(?<=<img src=\"))(?![a-z]+:|#)([^)\"\s#]+)(#[^)\"\s]*)?(?=[)\"])")
 
 
 def site_links(text: str, source: str, repository: str) -> str:

@@ -123,9 +123,9 @@ def _parts_of_pipe(words: list[str]) -> Iterator[list[str]]:
             continue
         while part and re.fullmatch(r"[A-Z][A-Z_]*=\S*", part[0]):
             part.pop(0)
-        for redirection in (">", "<"):
-            if redirection in part:
-                del part[part.index(redirection) :]
+        for end in (">", "<", "&"):
+            if end in part:
+                del part[part.index(end) :]
         if part:
             yield part
         part = []

@@ -24,7 +24,7 @@ _SPAN = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(r"[\w.-]+(/[\w.-]+)*/?")  # "/metrics" or "a b" are not paths of this repository
 _SUFFIXES = (".py", ".pyi", ".cpp", ".cu", ".h", ".md", ".txt", ".toml")
 _MODULE = re.compile(r"vllm_tiered_kv(\.\w+)+")
-_LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
+_LINK = re.compile(r"(?:\[[^\]\n]*\]\(|<img src=\")([^)\"\s]+)[)\"]")
 _HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 _MAKE = re.compile(r"(?:^|`)make +([a-z][a-z-]*)", re.MULTILINE)
 _TARGET = re.compile(r"^([a-z][a-z-]*):(?!=)", re.MULTILINE)
@@ -178,9 +178,10 @@ def test_wrong_link_is_noticed() -> None:
     text = (
         "# One title\n[a](README.md) [b](https://example.org/x) [c](#one-title) "
         "[d](docs/configuration.md#inside-a-multiconnector)\n"
-        "[e](no.md) [f](#two) [g](README.md#no-such-heading)"
+        "[e](no.md) [f](#two) [g](README.md#no-such-heading)\n"
+        '<img src="docs/images/tiers.svg" width="9"><img src="no.svg">'
     )
-    assert wrong_links(text, ROOT) == ["no.md", "#two", "README.md#no-such-heading"]
+    assert wrong_links(text, ROOT) == ["no.md", "#two", "README.md#no-such-heading", "no.svg"]
 
 
 def test_wrong_command_is_noticed() -> None:

@@ -40,6 +40,8 @@ REPOSITORY = "https://github.com/vllm-tiered-kv/vllm_tiered_kv"
 )
 def test_link_of_the_site_leads_to_the_same_file(source: str, link: str, expected: str) -> None:
     assert site_links(f"see [this]({link}).", source, REPOSITORY) == f"see [this]({expected})."
+    image = '<img src="{}" width="9">'
+    assert site_links(image.format(link), source, REPOSITORY) == image.format(expected)
 
 
 def test_pages_from_outside_are_there() -> None:
@@ -56,10 +58,13 @@ def test_page_for_pypi_has_no_relative_link() -> None:
     )
     assert done.returncode == 0, done.stderr
     readme = (ROOT / "README.md").read_text()
-    links, original = (re.findall(r"(!?)\[[^]]*\]\(([^)]+)\)", t) for t in (done.stdout, readme))
+    pattern = r'(!?)\[[^]]*\]\(([^)]+)\)|(<img src=")([^"]+)"'
+    links, original = (re.findall(pattern, text) for text in (done.stdout, readme))
     assert len(links) == len(original) > 20
-    for (image, link), (_, before) in zip(links, original, strict=True):
-        kind = "raw" if image else "blob"
+    assert sum(bool(found[2]) for found in links) == readme.count("<img") > 0
+    for found, (_, linked, _, shown) in zip(links, original, strict=True):
+        link, before = found[1] or found[3], linked or shown
+        kind = "raw" if found[0] or found[2] else "blob"
         if before.startswith("https://"):
             assert link == before
         else:
