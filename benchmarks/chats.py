@@ -48,6 +48,9 @@ from benchmarks.result_files import Result, describe_environment, raw_path, save
 from benchmarks.sections import chats as chats_section
 from tests.daemon.daemon_process import DaemonProcess
 
+_ENDED = "the run ended before"
+_OUT_OF_TIME = "the run's time ended"
+"""Why a case that was to run did not."""
 _MIN_S = 30.0
 """An engine is not started with less time left."""
 _RELEASE_TIMEOUT_S = 30.0
@@ -58,6 +61,12 @@ class Case(NamedTuple):
     round: int
     workload: str
     mode: str
+
+    @property
+    def name(self) -> str:
+        """As in `not_run`."""
+        name = f"{self.mode} on {self.workload}"
+        return f"{name} in round {self.round + 1}" if self.round else name
 
 
 def workloads_of(args: argparse.Namespace) -> dict[str, Workload]:
@@ -161,7 +170,19 @@ class Report:
     def add(self, case: Case, entry: dict[str, Any]) -> None:
         self._entries[:] = [one for one in self._entries if not self._is(case, one)]
         self._entries.append({**case._asdict(), "run": self.run, **entry})
+        self.content["not_run"].pop(case.name, None)
         self.save()
+
+    def expect(self, case: Case) -> None:
+        """Until it is added it counts as not run, also if this program is killed."""
+        if not any(self._is(case, entry) for entry in self._entries):
+            self.content["not_run"][case.name] = _ENDED
+
+    def end_of_time(self, cases: Sequence[Case]) -> None:
+        """Says of those that are still expected why they did not run."""
+        for case in cases:
+            if case.name in self.content["not_run"]:
+                self.content["not_run"][case.name] = _OUT_OF_TIME
 
     def save(self) -> None:
         self.content["derived"] = derive(self.content)
@@ -342,6 +363,7 @@ def run(args: argparse.Namespace, folder: Path) -> Report:
         if why:
             report.content["not_run"][f"{case.mode} on {case.workload}"] = why
         elif not report.has(case):
+            report.expect(case)
             todo.append(case)
     longest: dict[str, float] = {}
     for cases in groups_of(todo, args.together):
@@ -350,11 +372,13 @@ def run(args: argparse.Namespace, folder: Path) -> Report:
         left = args.budget - (started - begin)
         if left < max(_MIN_S, longest.get(workload.name, 0.0)):
             say(f"{started - begin:.0f} s: no time left for {cases[0].mode} on {workload.name}")
+            report.end_of_time(todo)
             break
         try:
             _run_group(runner, report, cases, workload, begin, begin + args.budget)
         except CutOff:
             say(f"the budget ended during {', '.join(case.mode for case in cases)}")
+            report.end_of_time(todo)
             break
         took = time.monotonic() - started
         longest[workload.name] = max(took, longest.get(workload.name, 0.0))

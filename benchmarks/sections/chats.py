@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import shlex
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.plots import Plot, Series
@@ -65,9 +67,43 @@ def describe(result: Result) -> str:
         f"`{entry['mode']}` on `{entry['workload']}` failed: {entry['failed']}\n"
         for entry in data["failed"]
     ]
-    if data["not_run"]:
-        parts.append(f"Not run: {_not_run(data['not_run'])}.\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, *without_result(result)])
+
+
+def without_result(result: Result) -> list[str]:
+    """Sentences on modes that the commands name and the tables lack.
+
+    Programs before November 2026 did not record in `not_run` what their time did not allow: there
+    only the command tells that a mode was to run, and nothing tells why it has no result.
+    """
+    data = result.data
+    parts = [f"Not run: {_not_run(data['not_run'])}.\n"] if data["not_run"] else []
+    for name, modes in data["derived"]["workloads"].items():
+        known = {*modes, *(one["mode"] for one in data["failed"] if one["workload"] == name)}
+        asked = dict.fromkeys(mode for modes in _asked(data, name) for mode in modes)
+        lacking = [
+            f"`{mode}`"
+            for mode in asked
+            if mode not in known and f"{mode} on {name}" not in data["not_run"]
+        ]
+        if lacking:
+            parts.append(
+                f"No result on `{name}`: {', '.join(lacking)} (named by the command; why was not "
+                "recorded).\n"
+            )
+    return parts
+
+
+def _asked(data: dict[str, Any], workload: str) -> Iterator[list[str]]:
+    """The modes of each command that names this workload, and modes."""
+    for run in (data["environment"], *data.get("resumed", [])):
+        words = shlex.split(run["command"])
+        given = {name: value for name, value in itertools.pairwise(words) if name.startswith("--")}
+        workloads = given.get("--workloads", "calm,tight").split(",")
+        if "--kill-after-turn" in given:
+            workloads.append("restart")
+        if "--modes" in given and workload in workloads:
+            yield given["--modes"].split(",")
 
 
 def _not_run(reasons: dict[str, str]) -> str:

@@ -25,8 +25,11 @@ def median(spread: dict[str, Any] | None, digits: int = 1) -> str:
     return f"{middle} ({low} … {high})"
 
 
-def measured_on(result: Result) -> str:
-    """Which machine, which software, which command; what else the run has to say."""
+def measured_on(result: Result, for_users: bool = False) -> str:
+    """Which machine, which software, which command; what else the run has to say.
+
+    A result's `note` is for all, its `details_note` (profiles, earlier runs) not for users.
+    """
     found = result.data["environment"]
     machine, versions = found["machine"], found["versions"]
     where = f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB"
@@ -37,7 +40,8 @@ def measured_on(result: Result) -> str:
     if found.get("uncommitted_changes"):
         commit += " with changes"
     text = f"Measured on {where}; vLLM {vllm}, torch {versions['torch']}, commit {commit}:"
-    note = result.data.get("note")
+    notes = [result.data.get(name) for name in ("note", *(() if for_users else ("details_note",)))]
+    note = " ".join(note for note in notes if note)
     return f"{text}\n`{found['command']}`\n" + (f"\n{note}\n" if note else "")
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from benchmarks.result_files import Result, Results
-from benchmarks.sections import chats, connectors
-from benchmarks.sections.markdown import image, measured_on, median, number, table
+from benchmarks.sections import chats, connectors, markdown
+from benchmarks.sections.markdown import image, median, number, table
+
+measured_on = partial(markdown.measured_on, for_users=True)
 
 _MODES = {
     "vllm": "vLLM alone",
@@ -205,7 +208,7 @@ def _with_memory(result: Result) -> str:
         f"Each has {data['cpu_gib']:g} GiB of host memory, as CPU tier or in the daemon; "
         f"{data['daemon_cpu_gib']:g} GiB are the engine's beside a daemon.\n"
     )
-    return f"{memory}\n{measured_on(result)}"
+    return "\n".join([memory, measured_on(result), *chats.without_result(result)])
 
 
 def _restart(results: Results) -> str:
@@ -240,7 +243,7 @@ def _storing_run(run: Result) -> str:
         ]
         header = ["", "prompt tokens/s", "blocks stored", "GPU memory, GiB", "host memory, GiB"]
         parts.append(table(header, rows))
-    return "\n".join([*parts, measured_on(run)])
+    return "\n".join([*parts, measured_on(run), *chats.without_result(run)])
 
 
 def _ssd(results: Results) -> str:

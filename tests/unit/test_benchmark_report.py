@@ -64,6 +64,15 @@ def test_page_for_users_has_no_number_that_the_details_lack(stored: Results) -> 
     assert [spread for spread in found if spread not in details] == []
 
 
+def test_note_for_the_details_is_not_on_the_page_for_users(stored: Results) -> None:
+    noted = [result for result in stored.all if "details_note" in result.data]
+    assert noted
+    for result in noted:
+        assert result.data["details_note"] in report.details(stored)
+        assert result.data["details_note"] not in report.page(stored)
+        assert report.page(Results((result,))).count(result.data.get("note", "")) > 0
+
+
 def test_plots_are_of_these_results(stored: Results) -> None:
     made = report.all_plots(stored)
     assert [plot.name for plot in made if not plots.is_fresh(plot)] == []

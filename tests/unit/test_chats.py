@@ -30,6 +30,7 @@ from benchmarks.chat_workloads import (
 )
 from benchmarks.result_files import Result, Results, raw_path
 from benchmarks.sections import chats as section
+from benchmarks.sections import overview
 
 VOCAB = 1_000
 CALM = PRESETS["calm"]
@@ -453,6 +454,28 @@ def test_section_shows_tables_goals_and_what_failed() -> None:
     assert "(plots/chats-somewhere-calm-ttft.svg)" in text
 
 
+def test_section_names_modes_of_the_command_that_have_no_result() -> None:
+    data = content(
+        entry("tiered", "calm"),
+        {"round": 0, "workload": "calm", "mode": "simple", "run": 0, "failed": "exit code 1"},
+        not_run={"limit on calm": "the run's time ended"},
+    )
+    command = "python -m benchmarks.chats --workloads calm --modes"
+    data["environment"]["command"] = f"{command} tiered,simple,limit,vllm"
+    data["resumed"] = [
+        {"command": f"{command} offloading --settle 0"},
+        {"command": "python -m benchmarks.chats --workloads tight --modes tiered_daemon"},
+    ]
+    result = Result("chats-somewhere", without_turns(data))
+    assert section.without_result(result) == [
+        "Not run: limit on calm (the run's time ended).\n",
+        "No result on `calm`: `vllm`, `offloading` (named by the command; why was not recorded).\n",
+    ]
+    assert "No result on `calm`: `vllm`" in section.describe(result)
+    calm = dataclasses.replace(result, name="chats_calm-somewhere")
+    assert "No result on `calm`: `vllm`" in overview.sections(Results((calm,)))[0]
+
+
 def test_section_without_results_is_empty() -> None:
     assert section.section(Results(())) == ""
     assert section.plots(Results(())) == []
@@ -519,6 +542,52 @@ def test_resumed_report_keeps_finished_cases_of_the_same_sizes(tmp_path: Path) -
     assert stored["entries"][0]["rows"] == entry("tiered", "calm")["rows"]
     with pytest.raises(SystemExit, match="other sizes"):
         chats.Report.open(args, {"calm": dataclasses.replace(CALM, chats=3)})
+
+
+def test_report_says_what_did_not_run_and_why(tmp_path: Path) -> None:
+    args = arguments(out=tmp_path / "r.json", resume=True)
+    cases = list(chats.cases_of(["calm"], ["tiered", "vllm"], 2))
+    report = chats.Report.open(args, {"calm": CALM})
+    for case in cases:
+        report.expect(case)
+    report.add(cases[0], entry("tiered", "calm"))
+    ended = "the run ended before"
+    assert json.loads(args.out.read_text())["not_run"] == {  # as a killed run leaves it
+        "vllm on calm": ended,
+        "vllm on calm in round 2": ended,
+        "tiered on calm in round 2": ended,
+    }
+    again = chats.Report.open(args, {"calm": CALM})
+    again.add(cases[1], {"failed": "exit code 1"})
+    again.expect(cases[1])
+    again.end_of_time(cases[2:3])
+    assert again.content["not_run"] == {
+        "vllm on calm in round 2": "the run's time ended",
+        "tiered on calm in round 2": ended,
+    }
+
+
+class NoEngine:
+    """In place of `Runner`: an engine whose start takes longer than there is time for."""
+
+    def __init__(self, *given: Any) -> None:
+        pass
+
+    def wait_for_device(self) -> None:
+        raise chats.CutOff
+
+
+@pytest.mark.parametrize("budget", [0.0, 60.0], ids=["before an engine", "during one"])
+def test_run_whose_budget_ends_says_so(
+    budget: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chats, "Runner", NoEngine)
+    given = arguments(tiny=True, workloads="calm", modes="tiered,vllm,simple", budget=budget)
+    assert chats.run(given, tmp_path).content["not_run"] == {
+        "simple on calm": "vLLM's own connectors need a GPU",
+        "tiered on calm": "the run's time ended",
+        "vllm on calm": "the run's time ended",
+    }
 
 
 def test_report_keeps_what_is_derived_and_not_the_turns(tmp_path: Path) -> None:
