@@ -1,5 +1,6 @@
 """Commands in README and the pages for users work: each is run, parsed by the program that it
-calls, or marked as one that needs a GPU.
+calls, or marked as one that needs a GPU. `tests/daemon/test_page_commands.py` runs those that need
+no GPU, no root and no served model.
 
 A fenced block without a language, or with `shell`, holds commands and nothing else. One that needs
 a running engine follows `<!-- needs a GPU -->`; of it, everything but the engine is checked.
