@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo chat test test-all environment unit daemon matrix soak lint check-native asan tsan \
-  coverage mutants mutate gpu-test gpu-sanitize docs docs-serve format wheel wheels clean distclean
+  coverage mutants mutate gpu-test gpu-sanitize docs docs-serve format wheel wheel-test wheels clean distclean
 
 ##@ Try it
 demo: ## ask a small real model about a long text, cold and from the CPU tier
@@ -131,6 +131,10 @@ format: ## let ruff and clang-format rewrite the sources
 
 wheel: ## build source archive and wheel into dist/, with the CUDA module (TIERED_KV_CUDA=0: without)
 	@$(PYTHON) tools/build_wheel.py
+
+wheel-test: ## build archive and wheel, and install each in an environment of its own
+	@$(SETUP) --env $(UNIT) --profile unit
+	REQUIRE_WHEEL=1 $(UNIT)/bin/python -m pytest tests/packaging/test_wheel.py $(PYTEST_FLAGS)
 
 wheels: ## build a wheel for each Python, for older systems too, with Docker and cibuildwheel
 	@$(PYTHON) tools/build_wheel.py --all
