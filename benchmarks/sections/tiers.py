@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.result_files import Result, Results
+from benchmarks.sections import published
 from benchmarks.sections.markdown import measured_on, median, number, table
 
 _HITS = """\
@@ -254,7 +255,8 @@ def token_cache_section(results: Results) -> str:
     found = results.of("token_cache")
     if not found:
         return ""
-    return "\n".join(["## KVCache\n", _TOKEN_CACHE, *(_token_cache(result) for result in found)])
+    ours = [_token_cache(result) for result in found]
+    return "\n".join(["## KVCache\n", _TOKEN_CACHE, *ours, *published.beside("token_cache")])
 
 
 def _token_cache(result: Result) -> str:

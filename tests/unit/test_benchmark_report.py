@@ -96,6 +96,8 @@ def test_every_published_table_names_ours_or_why_there_is_none(stored: Results) 
     none = published.section(Results(()))
     assert none.count("| none. |") == sum(not one["missing"] for one in tables) > 0
     assert "| none. |" not in published.section(stored)
+    for one in tables:
+        assert len(re.findall(f"^####? {re.escape(one['title'])} ", text, re.MULTILINE)) == 1
 
 
 def test_there_are_results(stored: Results) -> None:
