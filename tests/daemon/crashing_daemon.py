@@ -198,7 +198,7 @@ class CrashingDaemon:
     # ---- ends -----------------------------------------------------------------------------------
 
     def die_while_writing(self) -> None:
-        self._write_for(self._rng.uniform(0.01, 0.4) * self._start_s)
+        self._write_for(self._rng.uniform(0.02, 2.0) * self._start_s)
         self._kill("writing")
 
     def die_while_stopping(self) -> None:
