@@ -29,6 +29,7 @@ class Lru final : public EvictionPolicy {
     const Entry& entry = entries_[id];
     if (!entry.is_queued) return;
     heap_[entry.queue_next].used = entry.used;
+    sink(entry.queue_next);  // one that was dead already dies later than others now
     rise(entry.queue_next);
   }
 

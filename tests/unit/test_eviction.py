@@ -123,6 +123,18 @@ def test_mark_dead_counts_blocks_that_are_being_written() -> None:
     assert tier.left == [0]
 
 
+def test_blocks_that_die_twice_leave_in_the_order_of_their_last_death() -> None:
+    tier = Tier("lru", 4)
+    for number in range(4):
+        tier.store(number)
+    for number in (0, 1, 2, 0):
+        tier.index.mark_dead([key(number)])
+        tier.index.check()
+    for number in range(20, 23):
+        tier.store(number)
+    assert tier.left == [1, 2, 0]
+
+
 def test_dead_block_that_is_used_again_is_ordinary() -> None:
     tier = Tier("lru", 3)
     for number in range(3):
