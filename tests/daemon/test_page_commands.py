@@ -187,6 +187,8 @@ class Host:
                 stderr=subprocess.STDOUT,
                 cwd=self._work,
                 env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+                # The tests may run in the background of a script, where Ctrl-C is ignored.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         expected = [PRINTED[word] for word in words if word in PRINTED]
         try:
