@@ -16,7 +16,7 @@ from vllm_tiered_kv.cache.ledger import StoreReport, TransferLedger
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens, plan_store
 from vllm_tiered_kv.config import StepLoads, TieredKVConfig
 from vllm_tiered_kv.connector.identity.request_keys import KeyMaker
-from vllm_tiered_kv.connector.scheduler import remote_lookups, remote_puts
+from vllm_tiered_kv.connector.scheduler import remote_lookups
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
 from vllm_tiered_kv.connector.scheduler.load_planner import LoadPlanner
 from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
@@ -383,8 +383,8 @@ class Tiers:
 def test_block_on_its_way_is_pinned_until_every_rank_has_sent_it() -> None:
     tiers = Tiers(slots=8, queue_blocks=8, ranks=2)
     tiers.store(0, 3)
-    (job,) = tiers.writes.take(is_idle=True)
-    assert tiers.writes.take(is_idle=True) == []
+    (job,) = tiers.writes.take()
+    assert tiers.writes.take() == []
     assert job.keys == tuple(tiers.keys[:3])
     assert job.parents == (None, *tiers.keys[:2])
     assert tiers.index.pinned_slots() == set(job.slots.tolist())
@@ -400,15 +400,15 @@ def test_block_on_its_way_is_pinned_until_every_rank_has_sent_it() -> None:
 def test_blocks_that_find_the_queue_full_are_sent_when_it_has_room() -> None:
     tiers = Tiers(slots=16, queue_blocks=4)
     tiers.store(0, 6)
-    (job,) = tiers.writes.take(is_idle=True)
+    (job,) = tiers.writes.take()
     assert job.keys == tuple(tiers.keys[:4])
     tiers.store(6, 8)
-    assert tiers.writes.take(is_idle=True) == []
+    assert tiers.writes.take() == []
     assert not tiers.writes.has_next
     assert tiers.index.pinned_slots() == set(job.slots.tolist()), "waiting blocks are pinned"
     tiers.ledger.report_put(job.job_id, [StoreReport(4)])
     assert tiers.writes.has_next, "an idle engine would leave the rest unsent"
-    (job,) = tiers.writes.take(is_idle=True)
+    (job,) = tiers.writes.take()
     assert job.keys == tuple(tiers.keys[4:8])
     assert job.parents == tuple(tiers.keys[3:7])
     tiers.ledger.report_put(job.job_id, [StoreReport(4)])
@@ -419,13 +419,13 @@ def test_blocks_that_find_the_queue_full_are_sent_when_it_has_room() -> None:
 def test_blocks_evicted_before_they_are_sent_are_counted() -> None:
     tiers = Tiers(slots=6, queue_blocks=2)
     tiers.store(0, 6)
-    (job,) = tiers.writes.take(is_idle=True)
+    (job,) = tiers.writes.take()
     assert job.keys == tuple(tiers.keys[:2])
     tiers.store(8, 11)  # evicts three of those that wait
     sent = set(job.keys)
     while True:
         tiers.ledger.report_put(job.job_id, [StoreReport(len(job.keys))])
-        jobs = tiers.writes.take(is_idle=True)
+        jobs = tiers.writes.take()
         if not jobs:
             break
         (job,) = jobs
@@ -438,34 +438,12 @@ def test_idle_engine_sends_as_much_as_the_queue_holds_and_rests() -> None:
     """A pause would otherwise take as long as sending the whole tier."""
     tiers = Tiers(slots=16, queue_blocks=2)
     tiers.store(0, 8)
-    (job,) = tiers.writes.take(is_idle=True)
+    (job,) = tiers.writes.take()
     tiers.ledger.report_put(job.job_id, [StoreReport(2)])
     assert not tiers.writes.has_next
     tiers.store(8, 9)
-    (job,) = tiers.writes.take(is_idle=True)
+    (job,) = tiers.writes.take()
     assert job.keys == tuple(tiers.keys[2:4])
-
-
-def test_few_blocks_wait_for_more_while_requests_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job delays the steps about as long for one block as for twenty."""
-    monkeypatch.setattr(remote_puts, "_LOT_S", 3600.0)
-    tiers = Tiers(slots=16, queue_blocks=16)
-    tiers.store(0, 8)
-    (job,) = tiers.writes.take(is_idle=False)
-    assert job.keys == tuple(tiers.keys[:8]), "as many as an eighth of the tier do not wait"
-    monkeypatch.setattr(remote_puts, "_LOT_SHARE", 1)
-    tiers.store(8, 10)
-    tiers.store(10, 11)
-    assert tiers.writes.take(is_idle=False) == []
-    assert not tiers.index.pinned_slots() - set(job.slots.tolist())
-    assert tiers.writes.has_next, "an idle engine steps once more"
-    (job,) = tiers.writes.take(is_idle=True)
-    assert job.keys == tuple(tiers.keys[8:11]), "nothing waits in an idle engine"
-    tiers.store(11, 12)
-    assert tiers.writes.take(is_idle=False) == []
-    monkeypatch.setattr(remote_puts, "_LOT_S", 0.0)
-    (job,) = tiers.writes.take(is_idle=False)
-    assert job.keys == tuple(tiers.keys[11:12]), "nothing waits for long"
 
 
 def test_reset_forgets_what_waits() -> None:
@@ -473,9 +451,9 @@ def test_reset_forgets_what_waits() -> None:
     tiers.store(0, 8)
     tiers.index.clear()
     tiers.writes.reset()
-    (job,) = tiers.writes.take(is_idle=True)
+    (job,) = tiers.writes.take()
     tiers.ledger.report_put(job.job_id, [StoreReport(2)])
-    assert tiers.writes.take(is_idle=True) == []
+    assert tiers.writes.take() == []
     assert tiers.dropped(DropReason.RESET) == 6
 
 
@@ -483,11 +461,11 @@ def test_block_larger_than_the_queue_is_sent_alone() -> None:
     tiers = Tiers(slots=16, queue_blocks=0)
     tiers.store(0, 2)
     for key in tiers.keys[:2]:
-        (job,) = tiers.writes.take(is_idle=True)
+        (job,) = tiers.writes.take()
         assert job.keys == (key,)
-        assert tiers.writes.take(is_idle=True) == []
+        assert tiers.writes.take() == []
         tiers.ledger.report_put(job.job_id, [StoreReport(1)])
-    assert tiers.writes.take(is_idle=True) == []
+    assert tiers.writes.take() == []
 
 
 def test_block_stored_again_waits_once() -> None:
@@ -510,7 +488,7 @@ def test_without_a_daemon_nothing_is_pinned() -> None:
     tiers = Tiers(slots=8, queue_blocks=8)
     tiers.servers.by_anchor = dict.fromkeys(tiers.servers.by_anchor)
     tiers.store(0, 3)
-    assert tiers.writes.take(is_idle=True) == []
+    assert tiers.writes.take() == []
     assert not tiers.index.pinned_slots()
     assert tiers.dropped(DropReason.UNAVAILABLE) == 3
 
@@ -518,10 +496,10 @@ def test_without_a_daemon_nothing_is_pinned() -> None:
 def test_blocks_waiting_for_a_daemon_that_dies_are_distinguished_from_refused_ones() -> None:
     tiers = Tiers(slots=8, queue_blocks=1)
     tiers.store(0, 3)
-    (job,) = tiers.writes.take(is_idle=True)
+    (job,) = tiers.writes.take()
     tiers.servers.by_anchor = dict.fromkeys(tiers.servers.by_anchor)
     tiers.ledger.report_put(job.job_id, [StoreReport(0, DropReason.UNAVAILABLE)])
-    assert tiers.writes.take(is_idle=True) == []
+    assert tiers.writes.take() == []
     assert tiers.dropped(DropReason.UNAVAILABLE) == 3
     assert not tiers.index.pinned_slots()
 
@@ -529,7 +507,7 @@ def test_blocks_waiting_for_a_daemon_that_dies_are_distinguished_from_refused_on
 def test_reset_while_blocks_are_sent_frees_them_afterwards() -> None:
     tiers = Tiers(slots=4, queue_blocks=4)
     tiers.store(0, 4)
-    (job,) = tiers.writes.take(is_idle=True)
+    (job,) = tiers.writes.take()
     tiers.index.clear()
     assert tiers.index.reserve(tiers.keys[9], None, 0) is None, "a slot being sent was reused"
     tiers.ledger.report_put(job.job_id, [StoreReport(4)])

@@ -175,7 +175,7 @@ class Engine:
                     worker.arena.bytes_at(slot * NBYTES, NBYTES)[:] = content[number]
                 slots.append(slot)
             self.writes.offer([(key, [slot]) for slot, key in zip(slots, keys, strict=True)])
-        for job in self.writes.take(is_idle=True):
+        for job in self.writes.take():
             for worker in self.workers:
                 worker.io.writer.begin(job)
         end = time.monotonic() + 30

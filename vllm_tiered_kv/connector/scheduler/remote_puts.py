@@ -3,14 +3,10 @@
 Every block is offered once, when it becomes readable in the CPU tier. It is pinned while it is on
 its way. If too many bytes are pinned, further blocks wait without a pin. Those that the CPU tier
 evicts meanwhile, and those whose daemon is down, are dropped and counted.
-
-While requests run, a few blocks wait for more: each job takes the interpreter lock from the steps
-for about as long whether it sends one block or twenty.
 """
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import cast
@@ -25,12 +21,6 @@ from vllm_tiered_kv.remote.block_server import BlockServer
 from vllm_tiered_kv.remote.placement import ServerGroup
 
 _MAX_PER_STEP = 4096  # blocks
-_LOT_BYTES = 16 << 20
-"""So many bytes do not wait for more."""
-_LOT_SHARE = 8
-"""Nor does this part of the CPU tier: what waits may be evicted."""
-_LOT_S = 0.1
-"""The longest wait for more."""
 
 
 class RemotePuts:
@@ -46,7 +36,6 @@ class RemotePuts:
         self._next: list[PutJob] = []
         self._waiting: OrderedDict[BlockKey, BlockKey] = OrderedDict()  # anchors, by key
         self._waiting_bytes = 0
-        self._waiting_since = 0.0  # the oldest of them
         self._sent_since_offer = 0  # bytes
 
     @property
@@ -69,10 +58,9 @@ class RemotePuts:
             next(iter(self._waiting)), self._groups
         )
 
-    def take(self, is_idle: bool) -> list[PutJob]:
-        """Returns the jobs planned since the last call. `is_idle`: this step computes nothing."""
-        if is_idle or self._is_due:
-            self._send_waiting()
+    def take(self) -> list[PutJob]:
+        """Returns the jobs planned since the last call."""
+        self._send_waiting()
         jobs, self._next = self._next, []
         return jobs
 
@@ -85,8 +73,7 @@ class RemotePuts:
             for key, _ in self._index.blocks_in(slots):
                 self._wait(BlockKey(key), anchor)
         self._sent_since_offer = 0
-        if self._is_due:
-            self._send_waiting()
+        self._send_waiting()
         if self._waiting_bytes > 2 * self._index.used_bytes:  # at least half of them are evicted
             self._forget_evicted()
 
@@ -128,14 +115,7 @@ class RemotePuts:
         for (address, group_id), slots in batches.items():
             self._next.append(self._put_job(address, group_id, slots))
 
-    @property
-    def _is_due(self) -> bool:
-        lot = min(_LOT_BYTES, self._index.used_bytes // _LOT_SHARE)
-        return self._waiting_bytes >= lot or time.monotonic() >= self._waiting_since + _LOT_S
-
     def _wait(self, key: BlockKey, anchor: BlockKey) -> None:
-        if not self._waiting:
-            self._waiting_since = time.monotonic()
         if key not in self._waiting:
             self._waiting[key] = anchor
             self._waiting_bytes += _bytes_of(key, self._groups)

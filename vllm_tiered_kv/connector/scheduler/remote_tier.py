@@ -266,7 +266,7 @@ class RemoteTier:
         is_quiet = max(scheduled.values(), default=0) <= _MAX_QUIET_TOKENS
         if is_quiet or time.monotonic() > self._probe_deadline:
             probes, self._probes = self._probes, []
-        return self.puts.take(is_idle=not scheduled), probes
+        return self.puts.take(), probes
 
     @property
     def has_planned(self) -> bool:
